@@ -1,0 +1,2711 @@
+"""Kevin: multi-turn reinforcement learning for CUDA kernels, in one file.
+
+Re-implements "Kevin: Multi-Turn RL for Generating CUDA Kernels" (arXiv 2507.11948). A language
+model is shown a PyTorch program and writes a faster kernel for it. A judge compiles, checks and
+times the kernel; the model sees the feedback and tries again. Every turn is one training sample of
+GRPO, and its reward is the discounted sum of the scores from that turn on. Read from top to bottom:
+sections 1 to 7 need only torch and end at the reward, sections 8 to 13 are the trainer.
+
+    python kevin.py train --tiny                      the whole loop on a CPU, in minutes
+    python kevin.py train                             QwQ-32B (several GPUs: accelerate launch)
+    python kevin.py eval --turns 8 --k 16             parallel trajectories of serial turns
+    python kevin.py score --task ID --candidate FILE  the judge's verdict on a kernel
+    python kevin.py audit RUN                         recomputes a run's scores and advantages
+
+Where the paper is in this file
+    3.1   tasks: a reference program and its inputs         load_tasks
+    4.1   prompt, history without chains of thought         build_prompt
+    4.1   thought, kernel and summary of an answer          parse_response
+    D     feedback to the model                             feedback
+    6.2   reward hacks: what a kernel's Python may not do   find_hacks
+    6.2   reward hacks: what its machine code may not call  foreign_symbols
+    3.1   compile, check, time                              Judge
+    3.2   score of one kernel                               kernel_score
+    4.3   return of a turn                                  discounted_returns
+    4.2   advantage in the group of m * n samples           group_advantages
+    3.3   token log-probabilities, adapter                  Policy
+    C     sampling                                          Engine
+    4     turns of a trajectory                             rollout
+    3.3   GRPO loss                                         policy_loss
+    6.1   health: Not Okay ratio, answers cut               step_metrics
+    4.4   the training run                                  train
+    5     best@k and avg@k                                  evaluate
+Choices are marked PAPER (taken from it), DEPARTS (we differ, and why) or GUESS (it is silent).
+
+Notation
+    m  trajectories of a task      n  turns of a trajectory     N  samples of one update
+    S_t  score of turn t           R_t  return of turn t        A_t  advantage of turn t
+    (T,) (V,) (B,)  tokens, vocabulary, batch rows; names of times end in _s or _ms
+
+Not covered: full fine-tuning, sharded models. What the sandbox does not stop: see the README.
+"""
+
+# ---- 1. Imports and constants --------------------------------------------------------------------
+
+import argparse
+import ast
+import contextlib
+import copy
+import ctypes
+import errno
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import math
+import mmap
+import os
+import platform
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import socket
+import stat
+import statistics
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import types
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+import torch.utils._python_dispatch
+import torch.utils.checkpoint
+from torch import nn
+
+# transformers, peft and accelerate are imported where they are needed: they take seconds, and the
+# judge starts this file as its zygote.
+
+
+class UserError(Exception):
+    """Bad input from the person at the keyboard: one line, exit status 2."""
+
+
+class JudgeFault(Exception):
+    """The judge itself failed (disk, memory, zygote): never a score of zero for the candidate."""
+
+
+# ---- 2. Configuration ----------------------------------------------------------------------------
+
+
+def arg(default, text: str):
+    """A configuration field with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Training and evaluation; every default is the paper's unless the help says otherwise."""
+
+    # tasks and model
+    tasks: str = arg("tasks.jsonl", "task file (JSON lines) or folder of KernelBench-style programs")
+    model: str = arg("Qwen/QwQ-32B", "base model: a Hub id or a folder")
+    adapter: str = arg("", "adapter to evaluate, checkpoints/step-N of a run; empty: the base model")
+    tiny: bool = arg(False, "a model of a million weights and three small tasks, on the CPU")
+    # rollout
+    tasks_per_step: int = arg(8, "tasks in a step")
+    trajectories: int = arg(16, "parallel trajectories of a task, m in the paper")
+    turns: int = arg(4, "refinement turns of a trajectory, n; 1 is the single-turn baseline")
+    temperature: float = arg(0.9, "sampling temperature")
+    max_prompt_tokens: int = arg(8192, "prompt limit, kept by dropping whole oldest turns")
+    max_new_tokens: int = arg(16384, "answer limit")
+    late_new_tokens: int = arg(22528, "answer limit from --late-step on")
+    late_step: int = arg(30, "step from which --late-new-tokens holds")
+    # reward
+    correct_weight: float = arg(0.3, "score of a correct kernel, to which its speedup is added")
+    gamma: float = arg(0.4, "discount of later turns' scores, in [0, 1]")
+    aggregate: Literal["sum", "max"] = arg("sum", "return: sum or maximum of the discounted scores")
+    scale: Literal["none", "group", "batch"] = arg("none", "divide advantages by a deviation")
+    # optimiser
+    steps: int = arg(40, "training steps (batches of rollouts)")
+    updates_per_step: int = arg(2, "gradient steps on each batch: one on-policy, then off-policy")
+    learning_rate: float = arg(2e-5, "after warm-up; the paper's 2e-6 is likely for all weights")
+    warmup_updates: int = arg(8, "gradient steps of linear warm-up")
+    clip_low: float = arg(0.2, "ratio clip below 1")
+    clip_high: float = arg(0.28, "ratio clip above 1")
+    max_grad_norm: float = arg(0.05, "gradient-norm clip")
+    kl: float = arg(0.0, "weight of the KL term to the model without its adapter")
+    length_normalizer: int = arg(16384, "constant by which token losses are divided")
+    lora_rank: int = arg(16, "rank of the adapters on all linear layers; the paper names no LoRA")
+    lora_alpha: int = arg(32, "LoRA scale times rank")
+    # engine, judge, run
+    max_batch: int = arg(32, "sequences decoded together")
+    build_jobs: int = arg(0, "kernels compiled at once; 0 is the number of cores")
+    cache: str = arg("~/.cache/kevin", "folder of precompiled headers and built kernels")
+    unsafe: bool = arg(False, "run candidates although this machine cannot contain them")
+    out: str = arg("", "run folder; empty is runs/COMMAND-DATE")
+    resume: str = arg("", "run folder to go on with, under its own configuration")
+    seed: int = arg(0, "seed of task order and sampling")
+
+    def __post_init__(self):
+        positive = ("tasks_per_step trajectories turns steps updates_per_step max_new_tokens "
+                    "lora_rank length_normalizer max_batch temperature learning_rate")
+        for name in positive.split():
+            if getattr(self, name) <= 0:
+                raise UserError(f"--{name.replace('_', '-')} must be positive")
+        if not 0.0 <= self.gamma <= 1.0:
+            raise UserError(f"--gamma must lie in [0, 1], got {self.gamma:g}")
+
+
+# ---- 3. Data types and tasks (paper 3.1, A) ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem: a reference program that the candidate must agree with and beat."""
+
+    id: str  # "L1-003", "N-042"
+    level: int | str  # 1, 2, "new" or "tiny"
+    name: str
+    ops: str  # operator sequence
+    code: str  # defines Model, get_inputs, get_init_inputs; tensors are on the default device
+    note: str = ""  # what differs from KernelBench, and why
+    answers: tuple = ()  # of tiny tasks: example answers {"weight", "text"} for the warm-up
+
+
+OUTCOMES = ("no_code", "hack", "compile_error", "runtime_error", "incorrect", "suspicious",
+            "correct", "judge_error")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge found. Only `correct` scores; a judge_error is not the candidate's doing."""
+
+    outcome: str  # one of OUTCOMES
+    rule: str = ""  # the rule that was broken, for hack and suspicious
+    message: str = ""  # for the model and the auditor
+    runtime_ms: float | None = None  # median of one call
+    baseline_ms: float | None = None  # the same of PyTorch eager
+    speedup: float = 0.0  # baseline_ms / runtime_ms of a correct kernel, else 0
+    error: float | None = None  # rms(out - reference) / std(reference), worst of the trials
+    device: str = ""
+    seeds: tuple[int, ...] = ()  # (weights, inputs) of every check, drawn for this candidate
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sample: a prompt, the answer to it, and what became of the answer."""
+
+    task: str
+    step: int
+    trajectory: int
+    turn: int
+    prompt: str
+    completion: str
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    sampling_logprobs: list[float]
+    finish_reason: str  # "stop" or "length"
+    kernel: str | None
+    summary: str
+    verdict: Verdict
+    feedback: str
+    score: float | None  # None when the judge failed: outside the group's statistics
+    return_: float | None = None  # "return" in JSON
+    advantage: float | None = None
+
+    @property
+    def key(self) -> tuple:
+        """Order and identity within a run."""
+        return self.step, self.task, self.trajectory, self.turn
+
+    def to_json(self) -> str:
+        """One line of turns.jsonl."""
+        row = asdict(self)
+        return json.dumps(row | {"return": row.pop("return_")})
+
+    @staticmethod
+    def from_json(line: str) -> "Turn":
+        """The turn that to_json wrote."""
+        row = json.loads(line)
+        verdict = Verdict(**row.pop("verdict") | {"seeds": tuple(json.loads(line)["verdict"]["seeds"])})
+        return Turn(return_=row.pop("return"), verdict=verdict, **row)
+
+
+@dataclass
+class Trajectory:
+    """The turns of one attempt at a task, in order."""
+
+    task: Task
+    step: int
+    index: int
+    turns: list[Turn] = field(default_factory=list)
+
+
+def make_task(row, where: str) -> Task:
+    """A checked Task from one JSON object; UserError names the place and the fault."""
+    known, required = {f.name for f in fields(Task)}, ("id", "level", "name", "ops", "code")
+    row = row if isinstance(row, dict) else {}
+    fault = ", ".join(f"lacks {key}" for key in required if key not in row)
+    fault = fault or ", ".join(f"unknown key {key}" for key in row if key not in known)
+    if not fault and not all(isinstance(row[key], str) for key in required if key != "level"):
+        fault = "id, name, ops and code must be strings"
+    if not fault and row["level"] not in (1, 2, "new", "tiny"):
+        fault = f'level must be 1, 2, "new" or "tiny", got {row["level"]!r}'
+    try:
+        body = [] if fault else ast.parse(row["code"]).body
+        defined = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        absent = [n for n in ("Model", "get_inputs", "get_init_inputs") if n not in defined]
+        fault = fault or ", ".join(f"the program does not define {name}" for name in absent)
+    except SyntaxError as e:
+        fault = f"the program does not parse: line {e.lineno}: {e.msg}"
+    if fault:
+        raise UserError(f"{where}: {fault}")
+    return Task(**row | {"answers": tuple(row.get("answers", ()))})
+
+
+def load_tasks(path: str) -> list[Task]:
+    """Tasks of a JSON-lines file, a folder of .py programs or one .py program, in order (3.1).
+
+    UserError with file and line when something is missing or malformed.
+    """
+    source, tasks = Path(path), []
+    programs = sorted(source.glob("*.py")) if source.is_dir() else [source]
+    try:
+        texts = [file.read_text(encoding="utf-8") for file in programs]
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: no such task file, or not text ({e})") from None
+    if source.is_dir() or source.suffix == ".py":
+        for file, text in zip(programs, texts):
+            row = {"id": file.stem, "level": "new", "name": file.stem, "ops": "", "code": text}
+            tasks.append(make_task(row, str(file)))
+    else:
+        for number, line in enumerate(texts[0].split("\n"), 1):
+            try:
+                tasks += [make_task(json.loads(line), f"{path}:{number}")] if line.strip() else []
+            except json.JSONDecodeError as e:
+                raise UserError(f"{path}:{number}: not JSON: {e.msg} (column {e.colno})") from None
+            if tasks and any(t.id == tasks[-1].id for t in tasks[:-1]):
+                raise UserError(f"{path}:{number}: id {tasks[-1].id} occurs twice")
+    if not tasks:
+        raise UserError(f"{path}: holds no task")
+    return tasks
+
+
+def program_part(code: str, classes: bool) -> str:
+    """Imports and classes of a task program, which the prompt shows (PAPER: D), or all but classes.
+
+    The latter is what a worker needs to make inputs, and gives no answer away.
+
+    >>> print(program_part("import torch\\nclass Model:\\n    x = 1\\nN = 3", classes=True))
+    import torch
+    class Model:
+        x = 1
+    >>> program_part("class Model: pass\\nN = 3", classes=False)
+    'N = 3'
+    """
+    shown = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    kept = [node for node in ast.parse(code).body if classes and isinstance(node, shown)
+            or not classes and not isinstance(node, ast.ClassDef)]
+    return "\n".join(ast.get_source_segment(code, node) for node in kept)
+
+
+# ---- 4. Prompt, answer, feedback (paper 4.1, D) --------------------------------------------------
+
+EXAMPLE = """Here's an example. For `forward(self, a, b): return a + b` a complete answer is:
+
+```python
+import torch
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline
+
+source = '''
+__global__ void add_kernel(const float* a, const float* b, float* out, int64_t n) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) out[i] = a[i] + b[i];
+}
+torch::Tensor add(torch::Tensor a, torch::Tensor b) {
+    auto out = torch::empty_like(a);
+    int64_t n = a.numel();
+    add_kernel<<<(n + 255) / 256, 256>>>(a.data_ptr<float>(), b.data_ptr<float>(),
+                                         out.data_ptr<float>(), n);
+    return out;
+}
+'''
+ext = load_inline(name="add", cpp_sources="torch::Tensor add(torch::Tensor a, torch::Tensor b);",
+                  cuda_sources=source, functions=["add"])
+
+class ModelNew(nn.Module):
+    def forward(self, a, b):
+        return ext.add(a, b)
+```"""
+INSTRUCTIONS = """Replace this PyTorch program by a faster one on {name}: do the work of its
+operators in your own {language}, compiled with `load_inline` of `torch.utils.cpp_extension`.
+Consider {hints}.
+
+Rules, all of them enforced:
+- Call `load_inline` at module level; name the new architecture `ModelNew(nn.Module)`. It takes the
+  arguments of `Model` and returns one new tensor of the same shape and dtype; inputs stay untouched.
+- Of `torch.nn` only Module, Parameter, containers and init may be used. Draw the parameters in the
+  constructor in `Model`'s order and distribution: equal seeds must give equal weights. They may
+  change after construction.
+- PyTorch operators, in Python or C++, may allocate, view and copy tensors, but not compute.
+- No try, no pass, no global state, no library calls, no streams, threads or files.
+- The result must be as exact as float32 (root-mean-square error at most 0.005 % of the output's
+  spread, or three times PyTorch's own error where that is larger), on fresh inputs every time.
+
+Answer with the complete program in one fenced block, without test code, and then summarise what
+you did in a few sentences. Correctness and speedup over PyTorch eager will be reported back, and
+you can improve on it."""
+DEVICES = {  # language and hints (PAPER: D names those of the GPU)
+    "cuda": ("CUDA C++", "shared memory, fusion, warp primitives and vectorised access"),
+    "cpu": ("C++ (`cpp_sources`, one thread)", "fusion, vectorisable loops and access in order")}
+ATTEMPTS = "Your earlier attempts follow, each with what the evaluation found."
+RETRY = "Restart your reasoning and write a new, complete program."
+
+
+def base_prompt(task: Task, device: tuple[str, str], example: bool) -> str:
+    """The message that states the task: program, rules, and the example in the first turn only (D).
+
+    device is ("cuda" or "cpu", name of what the judge really runs on); the example is for CUDA.
+    """
+    language, hints = DEVICES[device[0]]
+    rules = INSTRUCTIONS.format(name=device[1], language=language, hints=hints)
+    parts = [f"```python\n{program_part(task.code, classes=True)}\n```", rules]
+    return "\n\n".join(parts + [EXAMPLE] * (example and device[0] == "cuda"))
+
+
+def neutralise(text: str, control_tokens: tuple[str, ...]) -> str:
+    """Text in which no control token survives: each is split after its first character.
+
+    >>> neutralise("a<|im_end|>b", ("<|im_end|>",))
+    'a< |im_end|>b'
+    """
+    for token in control_tokens:
+        text = text.replace(token, token[0] + " " + token[1:])
+    return text
+
+
+def build_prompt(task: Task, turns: list[Turn], device: tuple[str, str], chat,
+                 max_tokens: int) -> tuple[str, list[int]]:
+    """The prompt of the next turn as text and token ids (4.1, D).
+
+    Of every earlier turn it holds the kernel, the model's own summary and the feedback, never a
+    thought; an answer without a kernel is an empty message. Over max_tokens, whole oldest turns are
+    dropped (PAPER: D), the task never: UserError if it does not fit alone. chat.render(messages)
+    gives (text, ids) with the thought opened; chat.control_tokens cannot occur in a message.
+    """
+    for first in range(len(turns) + 1):
+        kept = turns[first:]
+        contents = [base_prompt(task, device, not turns) + f"\n\n{ATTEMPTS}" * bool(kept)]
+        for turn in kept:
+            answer = f"```python\n{turn.kernel}\n```\n\n{turn.summary}".strip()
+            contents += [answer if turn.kernel is not None else "", turn.feedback]
+        contents = [neutralise(content, chat.control_tokens) for content in contents]
+        text, ids = chat.render([{"role": ("user", "assistant")[i % 2], "content": content}
+                                 for i, content in enumerate(contents)])
+        if len(ids) <= max_tokens:
+            return text, ids
+    raise UserError(f"task {task.id} alone needs {len(ids)} prompt tokens; "
+                    f"--max-prompt-tokens is {max_tokens}")
+
+
+def parse_response(text: str) -> tuple[str, str | None, str]:
+    """(thought, kernel, summary): the kernel is the first fenced block after </think> (4.1).
+
+    None without a closed thought or a closed block.
+
+    >>> parse_response("Okay.\\n</think>\\n```python\\nx = 1\\n```\\nOne line.")
+    ('Okay.', 'x = 1', 'One line.')
+    >>> parse_response("Okay, still thinking ```python\\nx = 1\\n```")[1] is None
+    True
+    """
+    thought, _, answer = text.partition("</think>")
+    block = re.search(r"```[^\n`]*\n(.*?)\n?```", answer, re.DOTALL)
+    if block is None:
+        return thought.strip(), None, ""
+    return thought.strip(), block.group(1), answer[block.end():].strip()
+
+
+def first_errors(log: str, limit: int = 1500) -> str:
+    """The compiler's error lines, first ones first, without private paths, cut to the limit.
+
+    >>> first_errors("[1/2] g++\\n/tmp/a/cpp_source:3:5: error: no y\\n    3 |  y\\nx.h:1: note: z")
+    'cpp_source:3:5: error: no y\\n    3 |  y'
+    """
+    kept, keep = [], 0
+    lines = re.sub(r"(?:/[\w.+\-]+)+/([\w.+\-]+)", r"\1", log).splitlines()
+    for line in lines:
+        if re.search(r"\b(error|fatal)\b|undefined (reference|symbol)", line):
+            keep = 3  # the message, and the source lines that the compiler prints below it
+        elif re.match(r"\S", line):
+            keep = 0
+        kept += [line] * (keep > 0)
+        keep -= 1
+    return "\n".join(kept or lines)[:limit].rstrip()
+
+
+def feedback(verdict: Verdict) -> str:
+    """What the model is told about its attempt, ending with the request to try again (D).
+
+    >>> print(feedback(Verdict("correct", runtime_ms=2.0, baseline_ms=3.0, speedup=1.5)))
+    Your program is correct: 2 ms against PyTorch's 3 ms, a speedup of 1.50x. Make it faster.
+    Restart your reasoning and write a new, complete program.
+    """
+    said = {
+        "no_code": "There was no fenced program after your reasoning, or it was too long.",
+        "hack": "Your program broke a rule ({rule}): {message}",
+        "compile_error": "Your program did not compile:\n{message}",
+        "runtime_error": "Your program compiled but failed when it ran: {message}",
+        "incorrect": "Your program ran but its result is wrong: {message}",
+        "suspicious": "Your program's time cannot be trusted ({rule}): {message}",
+        "correct": "Your program is correct: {runtime_ms:.3g} ms against PyTorch's "
+                   "{baseline_ms:.3g} ms, a speedup of {speedup:.2f}x. Make it faster.",
+        "judge_error": "The evaluation itself failed; this says nothing about your program.",
+    }
+    return said[verdict.outcome].format(**asdict(verdict)) + "\n" + RETRY
+
+
+# ---- 5. Reward-hack filters (paper 6.2, F) -------------------------------------------------------
+
+# Allow-lists over the syntax tree. DEPARTS: the paper looks for words in the text, which rejects
+# comments and misses aliases, methods and operators.
+IMPORTS = set("""torch torch.nn torch.nn.Module torch.nn.Parameter torch.nn.init torch.Tensor math
+    torch.utils torch.utils.cpp_extension torch.utils.cpp_extension.load_inline typing
+    typing.Optional typing.List typing.Tuple""".split())
+TORCH_NAMES = re.compile(r"""torch\.( (empty|zeros|ones|full)(_like)? | empty_strided | randn? | tensor
+    | arange | b?float(16|32|64)? | double | half | u?int(8|16|32|64)? | long | bool | dtype | device
+    | Size | Tensor | \w+_format | channels_last(_3d)? | no_grad | inference_mode | nn | utils
+    | utils\.cpp_extension(\.load_inline)? | nn\.init(\.\w+)? | nn\.parameter(\.Parameter)?
+    | nn\.(Module|Parameter)(List|Dict)? )""", re.VERBOSE)  # PAPER: its code has these of torch.nn
+METHODS = set("""shape size dim ndim numel dtype device stride is_contiguous is_cuda contiguous view
+    view_as reshape reshape_as permute transpose t T mT flatten unflatten squeeze unsqueeze expand
+    expand_as narrow unbind detach data clone copy_ fill_ zero_ to float item new_empty new_zeros
+    new_ones new_full element_size requires_grad weight bias append extend items keys values join
+    format strip replace split lower upper get index""".split())
+BUILTINS = set("""abs all any bool dict divmod enumerate float int isinstance len list max min print
+    range reversed round set sorted str sum super tuple zip staticmethod ValueError RuntimeError
+    TypeError AssertionError __name__""".split())
+BANNED = {ast.Try: "try", ast.TryStar: "try", ast.Pass: "pass", ast.Global: "global",
+          ast.Nonlocal: "nonlocal", ast.Delete: "del", ast.AsyncFunctionDef: "async",
+          ast.Await: "await", ast.Yield: "yield", ast.YieldFrom: "yield", ast.MatMult: "@"}
+
+
+class Violation(Exception):
+    """A broken rule of section 5: rule, syntax node, message."""
+
+
+def dotted(node: ast.AST) -> str:
+    """"torch.nn.init" for that chain of attributes, "" for anything else.
+
+    >>> dotted(ast.parse("a.b.c", mode="eval").body), dotted(ast.parse("f().c", mode="eval").body)
+    ('a.b.c', '')
+    """
+    if isinstance(node, ast.Name):
+        return node.id
+    root = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{root}.{node.attr}" if root else ""
+
+
+def check_structure(tree: ast.Module) -> dict[str, str]:
+    """One class ModelNew(nn.Module) beside imports, assignments and functions; the import aliases."""
+    aliases = {}
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            whole = isinstance(node, ast.Import)
+            full = alias.name if whole else f"{'.' * node.level}{node.module}.{alias.name}"
+            if full not in IMPORTS or node not in tree.body:
+                raise Violation("import", node, f"`{full}` may not be imported here")
+            short = alias.asname or alias.name.split(".")[0]
+            aliases[short] = full.split(".")[0] if whole and not alias.asname else full
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    if [c.name for c in classes] != ["ModelNew"] or classes[0] not in tree.body:
+        raise Violation("ModelNew", (classes or [None])[0], "there must be one class, ModelNew")
+    model = classes[0]
+    base = dotted(model.bases[0]) if len(model.bases) == 1 else ""
+    if base not in ("nn.Module", "torch.nn.Module", "Module") or model.keywords:
+        raise Violation("ModelNew", model, "ModelNew must inherit from nn.Module and nothing else")
+    kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
+    for node in tree.body + model.body:
+        constant = isinstance(getattr(node, "value", None), ast.Constant)  # a docstring
+        if not isinstance(node, kinds) and not constant:
+            raise Violation("structure", node, "only imports, assignments, functions and a class")
+    methods = [node for node in model.body if isinstance(node, ast.FunctionDef)]
+    names = [node.name for node in methods]
+    if "forward" not in names or any(n.startswith("__") and n != "__init__" for n in names):
+        raise Violation("ModelNew", model, "ModelNew defines __init__, forward and plain methods")
+    first = [node.args.args[0] for node in methods if node.args.args]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.arg == "self" and node not in first:
+            raise Violation("name", node, "`self` is the first argument of methods only")
+    return aliases
+
+
+def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
+    """Names that only ever hold a built extension (`ext`, `self.ops`): their attributes are free."""
+    handles: set[str] = set()
+    for _ in range(3):  # a handle may be handed on
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                called = dotted(node.value.func) if isinstance(node.value, ast.Call) else ""
+                root, dot, rest = called.partition(".")
+                full = aliases.get(root, root) + dot + rest
+                if full == "torch.utils.cpp_extension.load_inline" or dotted(node.value) in handles:
+                    handles.add(dotted(node.targets[0]))
+    bound = [dotted(node) if not isinstance(node, ast.arg) else node.arg for node in ast.walk(tree)
+             if isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)]
+    return {name for name in handles - {""} if bound.count(name) == 1}
+
+
+def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles: set[str]) -> None:
+    """Raises the rule that one syntax node breaks."""
+    if type(node) in BANNED:
+        raise Violation(BANNED[type(node)], node, f"`{BANNED[type(node)]}` is not allowed")
+    if isinstance(node, ast.Expr) and getattr(node.value, "value", None) is Ellipsis:
+        raise Violation("pass", node, "`...` as a body is not allowed")
+    wrappers = list(getattr(node, "decorator_list", ()))
+    wrappers += [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+    for wrapper in wrappers:
+        name = dotted(wrapper.func if isinstance(wrapper, ast.Call) else wrapper)
+        if name not in ("staticmethod", "torch.no_grad", "torch.inference_mode"):
+            raise Violation("wrapper", node, "only staticmethod and torch.no_grad may wrap code")
+    loads = isinstance(getattr(node, "ctx", None), ast.Load)
+    if isinstance(node, ast.Name) and loads and node.id not in known:
+        raise Violation("name", node, f"`{node.id}` is not defined here")
+    if isinstance(node, ast.Name) and not loads or isinstance(node, ast.arg):
+        if (node.arg if isinstance(node, ast.arg) else node.id) in aliases:
+            raise Violation("name", node, "an imported name may not be bound again")
+    if not isinstance(node, ast.Attribute):
+        return
+    chain, base, name = dotted(node), dotted(node.value), node.attr
+    if not loads and base != "self":
+        raise Violation("assignment", node, "only attributes of self may be assigned")
+    if isinstance(node.value, ast.Call) and dotted(node.value.func) == "super" and name == "__init__":
+        return
+    if "__" in name or name[0] == "_" and base != "self" and name != "_calculate_fan_in_and_fan_out":
+        raise Violation("dunder", node, f"`.{name}` may not be used")
+    root = chain.split(".")[0]
+    if root in aliases:
+        full = aliases[root] + chain[len(root):]
+        if full.startswith("torch") and not TORCH_NAMES.fullmatch(full):
+            raise Violation("torch operator", node, f"`{full}` does not allocate or name a type")
+    elif base != "self" and base not in handles and name not in METHODS:
+        raise Violation("torch operator", node, f"`.{name}` is not an allocation, view or copy")
+
+
+def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
+    """The first rule that the candidate's Python breaks, as (rule, message with its line) (6.2, F).
+
+    Words in comments, strings and C++ text mean nothing. What the compiled code calls is looked at
+    by foreign_symbols, what forward dispatches by check_dispatch.
+
+    >>> find_hacks("import os")
+    ('import', 'line 1: `os` may not be imported here')
+    >>> find_hacks("x = (")
+    ('syntax', "line 1: '(' was never closed")
+    """
+    try:
+        tree = ast.parse(code)
+        aliases = check_structure(tree)
+        handles = extension_handles(tree, aliases)
+        nodes = list(ast.walk(tree))
+        known = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        known |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+        known |= {n.arg for n in nodes if isinstance(n, ast.arg)} | set(aliases) | BUILTINS
+        for node in nodes:
+            check_node(node, aliases, known, handles)
+        if not handles or device == "cuda" and "__global__" not in code:  # PAPER: its code
+            raise Violation("no kernel", None, "no kernel is built by load_inline at module level")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        return "syntax", f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
+    except Violation as e:
+        rule, node, message = e.args
+        return rule, f"line {getattr(node, 'lineno', 1)}: {message}"
+    return None
+
+
+# Operators for allocation, views and copies, each also with an overload suffix (slice_Tensor).
+OPERATORS_ALLOWED = re.compile(r"""( (empty|zeros|ones|full)(_like)? | new_(empty|zeros|ones|full)
+    | empty_strided | fill_? | zero_? | copy_? | _to_copy | clone | contiguous | (view|expand|reshape)(_as)?
+    | _?unsafe_view | _reshape_alias | permute | transpose | t | numpy_T | (un)?flatten | (un)?squeeze
+    | select | slice | narrow | as_strided | detach | alias | to_(dtype|device|other) | item | unbind
+    | _local_scalar_dense | is_pinned | lift_fresh | movedim | data | set_data )(_\w+)?""", re.VERBOSE)
+C_ALLOWED = re.compile(r"""( (__)?mem(cpy|move|set|cmp|chr)(_chk)? | str(len|n?cmp|chr) | malloc | free
+    | [cr]e?alloc | aligned_alloc | posix_memalign | abort | (__)?[fsv]*n?printf(_chk)? | f?put[sc] | putchar
+    | fwrite | fflush | std(out|err) | s?rand | qsort | bsearch | __stack_chk_fail | __assert_fail
+    | __errno_location | __tls_get_addr | __cxa_finalize | __gmon_start__
+    | cudaLaunch(Cooperative)?Kernel(ExC)? | __cuda(Push|Pop)CallConfiguration | __cuda(R|Unr)egisterFatBinary(End)?
+    | __cudaRegister(Function|Var) | __cuda(InitModule|GetKernel|LaunchKernel) | cuda(Get|PeekAt)LastError
+    | cudaGetError(String|Name) | cudaFunc(Set|Get)(Attributes?|CacheConfig)
+    | cudaOccupancyMaxActiveBlocks\w+ | cudaDeviceGetAttribute | cudaGetDevice(Properties(_v2)?)?
+    | cudaMemset(Async)? | cudaMemcpyAsync | cudaMemcpyToSymbol(Async)? | cudaGetSymbolAddress
+    | cuda(Device|Stream)Synchronize | cudaMalloc | cudaFree )""", re.VERBOSE)
+CXX_ALLOWED = re.compile(  # the C++ runtime, tensor access, error messages
+    r"_ZNK?S[absoidt]|_ZNK?9__gnu_cxx|_ZSt|_ZT[VIS]|_ZGV|_Zn[wa]|_Zd[la]|__cxa_|__gxx_|_Unwind_"
+    r"|_ITM_|_ZNK?2at10TensorBase|_ZNK?3c10|_ZNK?6caffe2|_ZNK?2at8internal|_ZN2at6detail"
+    r"|_ZN2at15get_num_threads|_ZN2at18in_parallel_region")
+CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatcher and global state
+    r"St6thread|St7jthread|St11this_thread|St6future|St7promise|__future|_Async|condition_variable"
+    r"|10filesystem|filebuf|basic_[io]?fstream|random_device|6chrono|Dispatch|Operator(Handle|Name)"
+    r"|RegisterOperators|KernelFunction|PyObject|PyInterpreter|ThreadPool|TaskLauncher|FLAGS_"
+    r"|StreamFrom|setCurrent.*Stream|InferenceMode|CachingAllocator|SetGlobal|Logger|LoadLibrary")
+
+
+def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str]:
+    """Undefined dynamic symbols of a built candidate that it has no business to call (6.2).
+
+    Allowed are own_binding (what an empty binding built the same way needs, and libm), the C++
+    runtime without threads and files, tensor access, CUDA launches, and operators that allocate,
+    view or copy. Macros, templates and token pasting cannot hide a call from the linker.
+
+    >>> foreign_symbols(["_ZN2at4_ops2mm4callE", "memcpy", "_ZN2at4_ops5zeros4callE", "dlsym"], ())
+    ['aten::mm', 'dlsym']
+    """
+    foreign = []
+    for name in (symbol.split("@")[0] for symbol in symbols):
+        operator = re.match(r"_ZN2at4_ops(\d+)(\w+)", name)
+        if operator:
+            operator = operator.group(2)[: int(operator.group(1))]
+            foreign += [] if OPERATORS_ALLOWED.fullmatch(operator) else [f"aten::{operator}"]
+        elif name not in own_binding and not C_ALLOWED.fullmatch(name):
+            denied = not CXX_ALLOWED.match(name) or CXX_DENIED.search(name)
+            foreign += [name] if denied else []
+    return foreign
+
+
+# ---- 6. The judge: gates, compiler, sandbox, checks, timer (paper 3.1) ---------------------------
+#
+# The parent (this process) owns the reference, the seeds, the clock and the verdict. The zygote is
+# this file started once, with torch imported and no CUDA context; it forks a child for every build
+# and every candidate. A child is hostile from the moment it loads the candidate: its output is not
+# read, its messages are bounded JSON, and only bytes that equal the parent's answer earn anything.
+
+BUILD_TIMEOUT_S, RUN_TIMEOUT_S = 180.0, 60.0
+MESSAGE_LIMIT, CHILD_MEMORY, CHILD_FILE = 1 << 20, 8 << 30, 256 << 20  # bytes
+
+
+def send_message(sock: socket.socket, message: dict, fds=()) -> None:
+    """One JSON object, with file descriptors beside it; the socket keeps message boundaries."""
+    socket.send_fds(sock, [json.dumps(message).encode()], list(fds))
+
+
+def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict, list[int]]:
+    """The next message; EOFError when the peer is gone, ValueError for anything but an object."""
+    data, fds, _, _ = socket.recv_fds(sock, MESSAGE_LIMIT, max_fds)
+    if not data:
+        raise EOFError
+    message = json.loads(data)
+    if not isinstance(message, dict):
+        raise ValueError("not an object")
+    return message, fds
+
+
+# The sandbox: layers that a freshly forked child enters, each of which forbids an earlier one.
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
+NO_NEW_PRIVS = 38
+DENIED_CALLS = (  # ptrace, mounts, modules, keys, namespaces, perf, foreign memory, bpf, io_uring
+    101, 134, 153, 155, 161, 165, 166, 167, 169, 175, 176, 179, 246, 248, 249, 250, 272, 298, 303,
+    304, 308, 310, 311, 312, 313, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
+
+
+def libc(function: str, *args) -> int:
+    """A C library call: strings are encoded, integers widened, failure is an OSError."""
+    kinds = {int: ctypes.c_long, str: str.encode}
+    result = LIBC[function](*[kinds.get(type(a), lambda a: a)(a) for a in args])
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def landlock(readable: list[str], writable: list[str]) -> None:
+    """Files below readable may be read and run, below writable written; no other file opens."""
+    abi = libc("syscall", 444, None, 0, 1)
+    rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    handled = struct.pack("QQQ", rights, 3 * (abi >= 4), 3 * (abi >= 6))  # also TCP, signals
+    ruleset = libc("syscall", 444, handled, 8 if abi < 4 else 16 if abi < 6 else 24, 0)
+    for paths, access in ((readable, 0b1101), (writable, rights)):  # run, read file, read folder
+        for path in filter(os.path.exists, paths):
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            mask = rights if os.path.isdir(path) else 0b111 | 3 << 14
+            libc("syscall", 445, ruleset, 1, struct.pack("=Qi", access & mask & rights, fd), 0)
+            os.close(fd)
+    libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc("syscall", 446, ruleset, 0)
+    os.close(ruleset)
+
+
+def seccomp() -> None:
+    """DENIED_CALLS, and sockets other than AF_UNIX, return EPERM (x86-64 only)."""
+    if platform.machine() != "x86_64":
+        raise OSError(errno.ENOSYS, "not x86-64")
+    op = struct.Struct("HBBI").pack
+    deny, allow, kill = (op(6, 0, 0, v) for v in (0x50000 | errno.EPERM, 0x7FFF0000, 0x80000000))
+    program = [op(0x20, 0, 0, 4), op(0x15, 1, 0, 0xC000003E), kill]  # another architecture
+    program += [op(0x20, 0, 0, 0), op(0x35, 0, 1, 1 << 30), kill]  # the x32 calls
+    for number in DENIED_CALLS:
+        program += [op(0x15, 0, 1, number), deny]
+    program += [op(0x15, 0, 3, 41), op(0x20, 0, 0, 16), op(0x15, 1, 0, socket.AF_UNIX), deny, allow]
+    code = ctypes.create_string_buffer(b"".join(program))
+    libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc("prctl", 22, 2, struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)), 0, 0)
+
+
+def enter_sandbox(spec: dict, own_pids: bool) -> dict[str, str]:
+    """Tries every layer; {layer: "on" or why not}. spec has readable, writable and uid."""
+    plain, uid = ("null", "zero", "urandom", "shm"), spec["uid"]
+    nodes = [f"/dev/{d}" for d in os.listdir("/dev") if d in plain or d.startswith("nvidia")]
+    readable, writable = spec["readable"] + ["/proc", "/sys"], spec["writable"] + nodes
+    layers = {"pids": "on" if own_pids else "no PID namespace"}
+
+    def mounts():
+        libc("unshare", NEWNS)
+        libc("mount", None, "/", None, 1 << 14 | 1 << 18, None)  # recursive, private
+        libc("mount", "tmpfs", "/dev/shm", "tmpfs", 0, "size=256m,mode=1777")
+        if own_pids:  # CUDA refuses to start in a PID namespace under the old /proc
+            libc("mount", "proc", "/proc", "proc", 14, None)
+
+    def limits():  # the parent bounds time
+        for name, value in {"CORE": 0, "FSIZE": CHILD_FILE, "NOFILE": 512, "NPROC": 256,
+                            "DATA": CHILD_MEMORY}.items():
+            kind = getattr(resource, f"RLIMIT_{name}")
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+
+    def user():
+        os.setgroups([])
+        os.seteuid(uid)
+        readable = os.access(sysconfig.get_path("stdlib"), os.R_OK, effective_ids=True)
+        os.seteuid(0)
+        if not readable:
+            raise OSError(errno.EACCES, "Python is not readable by other users")
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        libc("prctl", 4, 1, 0, 0, 0)  # dumpable again, or /proc/self belongs to root
+
+    for layer, action in {
+        "network": lambda: libc("unshare", NEWNET | NEWIPC | NEWUTS), "mounts": mounts,
+        "limits": limits, "user": user,
+        "capabilities": lambda: libc("syscall", 126, struct.pack("II", 0x20080522, 0), bytes(24)),
+        "death signal": lambda: libc("prctl", 1, signal.SIGKILL, 0, 0, 0),
+        "landlock": lambda: landlock(readable, writable + ["/proc/self"]), "seccomp": seccomp,
+    }.items():
+        try:
+            action()
+            layers[layer] = "on"
+        except OSError as e:
+            layers[layer] = e.strerror or str(e)
+    return layers
+
+
+# The zygote and its children: the other side.
+
+
+def zygote_main(fd: int) -> None:
+    """Forks one sandboxed child a request until the parent is gone; no CUDA, no threads."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
+    torch.set_num_threads(1)
+    with OperatorListener():  # its first use imports for two seconds
+        torch.zeros(1)
+    parent, own_pids = socket.socket(fileno=fd), os.open("/proc/self/ns/pid", os.O_RDONLY)
+    uid, gid = os.getuid(), os.getgid()
+    if uid != 0 and LIBC.unshare(NEWUSER) == 0:  # gives an ordinary user the other namespaces
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"),
+                           ("gid_map", f"{gid} {gid} 1")):
+            Path(f"/proc/self/{name}").write_text(text)
+    while True:
+        try:
+            spec, (sock,) = receive_message(parent, max_fds=1)
+        except EOFError:
+            os._exit(0)
+        isolated = LIBC.unshare(NEWPID) == 0  # the next fork is process 1 of a new namespace
+        pid = os.fork()
+        if pid == 0:
+            child_main(sock, spec, isolated)
+        if isolated:
+            libc("setns", own_pids, NEWPID)
+        pidfd = os.pidfd_open(pid)
+        send_message(parent, {"pid": pid}, [pidfd])
+        os.close(pidfd)
+        os.close(sock)
+
+
+def child_main(fd: int, spec: dict, isolated: bool) -> None:
+    """A forked child: enters the sandbox, says which layers hold, then builds or serves."""
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for other in map(int, os.listdir("/proc/self/fd")):  # the zygote's own channel among them
+            if other > 2 and other != fd:
+                with contextlib.suppress(OSError):
+                    os.close(other)
+        null = os.open("/dev/null", os.O_RDWR)
+        log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT, 0o644) if "argv" in spec else null
+        layers = enter_sandbox(spec, isolated)
+        for target, source in ((0, null), (1, log), (2, log)):
+            os.dup2(source, target)
+        sock = socket.socket(fileno=fd)
+        send_message(sock, {"layers": layers})
+        if "argv" in spec:
+            os.chdir(spec["writable"][0])
+            os.execve(spec["argv"][0], spec["argv"], spec["env"])
+        os.environ.clear()
+        os.environ.update(spec["env"])
+        worker = Worker(spec["device"])
+        while True:
+            message, fds = receive_message(sock, max_fds=16)
+            try:
+                reply = getattr(worker, "do_" + message.pop("op"))(fds=fds, **message)
+                send_message(sock, {"ok": True, **(reply or {})})
+            except Exception as e:  # whatever the candidate raises is data for the verdict
+                send_message(sock, {"ok": False, "error": f"{type(e).__name__}: {e}"[:4000]})
+    finally:
+        os._exit(0)
+
+
+class OperatorListener(torch.utils._python_dispatch.TorchDispatchMode):
+    """Collects the names of the aten operators that are dispatched under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Worker:
+    """One module (a candidate, or the reference for its time) and its inputs, in the sandbox."""
+
+    def __init__(self, device: str):
+        self.device, self.inputs, self.weights = device, [], None
+
+    def _execute(self, code: str, load_inline) -> dict:
+        # a stand-in module: importing the real one takes a second and asks CUDA whether it is there
+        stand_in = types.ModuleType("torch.utils.cpp_extension")
+        stand_in.load_inline = load_inline
+        sys.modules["torch.utils.cpp_extension"] = torch.utils.cpp_extension = stand_in
+        space = {"__name__": "candidate"}
+        exec(compile(code, "candidate", "exec"), space)
+        return space
+
+    def do_record(self, code: str, fds) -> dict:
+        """What the module passes to load_inline, as plain strings."""
+        calls = []
+
+        def record(name, cpp_sources, cuda_sources=(), functions=None, extra_cflags=(),
+                   extra_cuda_cflags=(), extra_ldflags=(), **_):
+            call = {"cpp": cpp_sources, "cuda": cuda_sources or (), "functions": functions,
+                    "flags": [*(extra_cflags or ()), *(extra_cuda_cflags or ())],
+                    "ldflags": extra_ldflags}
+            calls.append({k: [v] if isinstance(v, str) else v and list(v) for k, v in call.items()})
+            return types.SimpleNamespace(**dict.fromkeys(calls[-1]["functions"] or ()))
+
+        self._execute(code, record)
+        return {"calls": calls}
+
+    def do_load(self, code: str, inputs: str, names: list, size: int, fds) -> dict:
+        """The task's input program first, then the module with its built extensions."""
+        self.task, self.size, handle = {"__name__": "task"}, size, IpcHandle()
+        exec(compile(inputs, "task", "exec"), self.task)
+        if self.device == "cpu":
+            self.memory = mmap.mmap(fds[0], size)
+        else:
+            self.memory = ctypes.c_void_p()
+            cuda("cudaMalloc", ctypes.byref(self.memory), size)
+            cuda("cudaIpcGetMemHandle", ctypes.byref(handle), self.memory)
+            self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        built = iter(zip(names, fds[1:]))
+
+        def load(*_, **__):
+            name, fd = next(built)
+            loader = importlib.machinery.ExtensionFileLoader(name, f"/proc/self/fd/{fd}")
+            module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+            loader.exec_module(module)
+            return module
+
+        self.space = self._execute(code, load)
+        return {"handle": bytes(memoryview(handle)).hex()}
+
+    def do_prepare(self, name: str, weights: int, seeds: list, fds) -> None:
+        """The module under a weights seed, and inputs of these seeds written over the old ones."""
+        if weights != self.weights:
+            with torch.device(self.device):
+                self.model = seeded_model(self.space[name], self.task["get_init_inputs"], weights)
+        self.weights, self.seeds, self.output = weights, seeds, None
+        for slot, seed in enumerate(seeds):  # same addresses, new values
+            fresh = seeded_inputs(self.task["get_inputs"], seed, self.device)
+            if slot == len(self.inputs):
+                self.inputs.append(fresh)
+            for old, new in zip(self.inputs[slot], fresh):
+                old.copy_(new) if torch.is_tensor(old) else None
+        del self.inputs[len(seeds):]
+
+    def do_run(self, keep: int, timed: bool, fds) -> dict:
+        """One call on every prepared input, keeping the output of one; events in ms on a GPU."""
+        self.kept, events = keep, []
+        with torch.no_grad():
+            for slot, inputs in enumerate(self.inputs):
+                if timed:  # no synchronisation between trials: the L2 flush hides the launch
+                    self.flush.zero_()
+                    events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+                    events[-1][0].record()
+                output = self.model(*inputs)
+                if timed:
+                    events[-1][1].record()
+                if slot == keep:
+                    self.output = output
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return {"ms": [start.elapsed_time(end) for start, end in events]}
+
+    def do_fetch(self, fds) -> dict:
+        """Copies the kept output's bytes out, with what this process claims about it."""
+        out, inputs = self.output, self.inputs[self.kept]
+        if type(out) is not torch.Tensor:
+            return {"type": type(out).__name__}
+        fresh = seeded_inputs(self.task["get_inputs"], self.seeds[self.kept], self.device)
+        held = [t for t in [*inputs, *self.model.parameters()] if torch.is_tensor(t)]
+        storage, data = out.untyped_storage(), out.contiguous().view(-1)
+        count = data.numel() * data.element_size()
+        if count <= self.size and out.device.type == self.device == "cpu":
+            torch.frombuffer(self.memory, dtype=torch.uint8)[:count].copy_(data.view(torch.uint8))
+        elif count <= self.size and out.device.type == self.device:
+            cuda("cudaMemcpy", self.memory, data.data_ptr(), count, 3)
+            torch.cuda.synchronize()
+        owned = all(storage.data_ptr() != t.untyped_storage().data_ptr() for t in held)
+        pairs = [(a, b) for a, b in zip(inputs, fresh) if torch.is_tensor(a)]
+        return {"type": "Tensor", "shape": list(out.shape), "dtype": str(out.dtype),
+                "device": out.device.type, "own": owned and storage.nbytes() >= count,
+                "mutated": not all(torch.equal(a, b) for a, b in pairs)}
+
+    def do_dispatch(self, fds) -> dict:
+        """Names of the aten operators that one forward dispatches."""
+        with torch.no_grad(), OperatorListener() as listener:
+            self.model(*self.inputs[0])
+        return {"ops": sorted(listener.names)}
+
+
+# What both sides compute: equal seeds give equal tensors, so that no input crosses over.
+
+
+def stable_seed(*parts) -> int:
+    """A 64-bit seed from any parts, the same on every machine and number of processes."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
+
+
+def seeded_model(model_class, get_init_inputs, seed: int) -> nn.Module:
+    """The module under a weights seed, with its constant parameters (norms at 1 and 0) made random.
+
+    The noise depends on a parameter's shape, value and place among its likes, so reference and
+    candidate agree if they register the same parameters, and a kernel that skips gamma is wrong.
+    """
+    torch.manual_seed(seed)
+    arguments = get_init_inputs()
+    torch.manual_seed(seed)
+    model, seen = model_class(*arguments), []
+    for parameter in model.parameters():
+        data = parameter.data
+        if data.is_floating_point() and data.numel() and bool((data == data.view(-1)[0]).all()):
+            seen.append((tuple(data.shape), float(data.view(-1)[0])))
+            noise_seed = stable_seed(seed, seen[-1], seen.count(seen[-1])) >> 16
+            noise = torch.Generator(data.device).manual_seed(noise_seed)
+            data.add_(torch.rand(data.shape, generator=noise, device=data.device), alpha=0.5)
+    return model
+
+
+def seeded_inputs(get_inputs, seed: int, device: str) -> list:
+    """The task's inputs under a seed, made on the device."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return get_inputs()
+
+
+class IpcHandle(ctypes.Structure):
+    """cudaIpcMemHandle_t: the worker exports device memory, the parent opens it."""
+
+    _fields_ = [("bytes", ctypes.c_char * 64)]
+
+
+def cuda(function: str, *args) -> None:
+    """A call of the CUDA runtime that torch has loaded; failure is a RuntimeError."""
+    torch.cuda.init()
+    loaded = re.search(r"/\S*libcudart\S*", Path("/proc/self/maps").read_text()).group(0)
+    wide = [ctypes.c_size_t(a) if type(a) is int else a for a in args]
+    status = ctypes.CDLL(loaded)[function](*wide)
+    if status:
+        raise RuntimeError(f"{function}: CUDA error {status}")
+
+
+# Compiling: load_inline parses 394,000 header lines three times, 78 CPU-seconds a kernel. Light
+# headers and a precompiled one for the binding take the same source in 6 (CPU) to 14 (CUDA).
+
+OPERATORS = ("empty", "empty_like", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like")
+LIGHT_HEADER = "\n".join([
+    "#pragma once", "#define AT_PER_OPERATOR_HEADERS", "#include <ATen/core/Tensor.h>",
+    "#include <ATen/TensorOperators.h>", "#include <c10/util/Exception.h>", "#include <algorithm>",
+    "#include <cmath>", "#include <string>", "#include <tuple>", "#include <vector>",
+    *[f"#include <ATen/ops/{name}.h>" for name in OPERATORS],
+    "namespace torch {", "using namespace at;", "using std::nullopt;", "using std::optional;",
+    "using Dtype = at::ScalarType;", "inline std::optional<Device> device_of(const Tensor& t) {",
+    "    return t.device(); }", *[f"constexpr auto k{new} = at::k{old};" for new, old in (
+        ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"), ("Int64", "Long"),
+        ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
+    "namespace at { using torch::device_of; }", ""])
+HEADERS = {  # the full headers' names, and those that every operator includes and none needs
+    **dict.fromkeys(("torch/extension.h", "torch/types.h", "torch/all.h", "torch/torch.h",
+                     "ATen/ATen.h", "ATen/Functions.h"), "#pragma once\n#include <kevin_light.h>\n"),
+    **dict.fromkeys(("ATen/Context.h", "ATen/TensorUtils.h", "ATen/DeviceGuard.h"), "#pragma once\n"),
+    "c10/cuda/CUDAGuard.h": "#pragma once\n#include <c10/cuda/CUDAStream.h>\n"  # one device: no-ops
+    "namespace c10::cuda {\nstruct OptionalCUDAGuard { OptionalCUDAGuard() {}\n"
+    "    template <class T> explicit OptionalCUDAGuard(const T&) {} };\n"
+    "using CUDAGuard = OptionalCUDAGuard;\n}\n"
+    "namespace at::cuda { using c10::cuda::OptionalCUDAGuard; using c10::cuda::CUDAGuard; }\n",
+    "kevin_light.h": LIGHT_HEADER,
+    "kevin_binding.h": "#include <kevin_light.h>\n#include <torch/csrc/utils/pybind.h>\n"
+                       "#include <torch/csrc/Exceptions.h>\n"}
+NEEDS_FULL = re.compile(  # errors for want of a header
+    r"No such file|incomplete type|(torch|at|c10)\W.*not (a member|been declared|declared)"
+    r"|not a member of .*(torch|at|c10)\b")
+SAMPLE = """std::vector<torch::Tensor> f(torch::Tensor a, std::vector<torch::Tensor> b,
+    std::optional<torch::Tensor> c, int64_t d, double e, bool g, std::string h,
+    std::vector<int64_t> i) { return {a}; }
+std::tuple<torch::Tensor, double> k(const torch::Tensor& a, float b, int c) {
+    TORCH_CHECK(b > 0, "b is ", c); return {a, b}; }"""
+
+
+def run_tool(*argv) -> str:
+    """Output of a trusted tool; JudgeFault when it fails."""
+    done = subprocess.run([str(a) for a in argv], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise JudgeFault(f"{Path(argv[0]).name} failed: {first_errors(done.stderr, 500)}")
+    return done.stdout
+
+
+def symbols_of(library: Path, which: str) -> list[str]:
+    """Dynamic symbols of a shared library, mangled; which is "undefined" or "defined"."""
+    lines = run_tool("nm", "-D", f"--{which}-only", library).splitlines()
+    return [line.split()[-1].split("@")[0] for line in lines]
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file appears with all of its contents or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    partial.write_bytes(data)
+    partial.rename(path)
+
+
+def read_regular(path: Path) -> bytes:
+    """Contents of a file that a child wrote; empty unless it is a regular file of bounded size."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        return file.read() if stat.S_ISREG(status.st_mode) and status.st_size <= CHILD_FILE else b""
+
+
+class Toolchain:
+    """Compilers, light headers and built kernels, in one folder for a torch, compiler and device."""
+
+    def __init__(self, cache: str, device: str):
+        import ninja
+
+        home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+        self.gcc, self.ninja = shutil.which("g++"), f"{ninja.BIN_DIR}/ninja"
+        self.nvcc = shutil.which("nvcc", path=f"{home}/bin:{os.environ.get('PATH', '')}")
+        if not self.gcc or device == "cuda" and not self.nvcc:
+            missing = "nvcc" if self.gcc else "g++"
+            raise UserError(f"no compiler: {missing} is not on PATH (Debian: apt install g++)")
+        identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
+                    SAMPLE, cpu_name(), 2)
+        self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
+        self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
+        for name in ("scratch", "built", "include"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
+        system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
+                  sysconfig.get_path("include"), *torch_dir.parent.glob("nvidia/cu*/include")]
+        self.libraries = [f"-L{torch_dir}/lib", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        if device == "cuda":
+            home = Path(self.nvcc).resolve().parents[1]
+            system.append(home / "include")
+            self.libraries += ["-lc10_cuda", "-ltorch_cuda", f"-L{home}/lib64", "-lcudart"]
+        standard = "c++20" if torch.__version__ >= "2.12" else "c++17"
+        self.flags = ["-DTORCH_API_INCLUDE_EXTENSION_H", f"-std={standard}", f"-I{self.include}",
+                      *[part for path in system for part in ("-isystem", str(path))]]
+        self.gcc_flags = ["-O1", "-march=native"]
+        # what is not used leaves the library, and with it the symbols that headers bring along
+        self.host_flags = ["-fPIC", "-fvisibility=hidden", "-ffunction-sections"]
+        symbols = self.root / "symbols.json"
+        with open(self.root / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may start at once
+            if not symbols.exists():
+                self._prepare(symbols)
+        self.own_binding = frozenset(json.loads(symbols.read_text()))
+
+    def _prepare(self, symbols: Path) -> None:
+        print("kevin: precompiling headers, once, about half a minute", file=sys.stderr)
+        for name, text in HEADERS.items():
+            (self.include / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.include / name).write_text(text)
+        gcc, header = [self.gcc, *self.flags, *self.host_flags, *self.gcc_flags], self.include / "kevin_binding.h"
+        run_tool(*gcc, "-x", "c++-header", header, "-o", f"{header}.gch")
+        sample, library = self.root / "sample.cpp", self.root / "sample.so"
+        sample.write_text(self.binding({"cpp": [SAMPLE], "functions": ["f", "k"]}, "", False))
+        run_tool(*gcc, "-DTORCH_EXTENSION_NAME=sample", "-shared", "-Wl,--gc-sections",
+                 sample, "-o", library)
+        libm = Path(run_tool("g++", "-print-file-name=libm.so.6").strip())
+        names = {*symbols_of(library, "undefined"), *symbols_of(libm, "defined")}
+        write_whole(symbols, json.dumps(sorted(names)).encode())
+
+    @staticmethod
+    def binding(call: dict, extra: str, full: bool) -> str:
+        """main.cpp: the candidate's C++ at -O3, the binding at -O1, which halves its cost."""
+        lines = ["#include <torch/extension.h>" if full else '#include "kevin_binding.h"', extra,
+                 "#pragma GCC push_options", '#pragma GCC optimize("O3")', '#line 1 "cpp_source"',
+                 *call["cpp"], "#pragma GCC pop_options"]
+        if call["functions"] is not None:
+            wrap = 'm.def("{0}", torch::wrap_pybind_function({0}), "{0}");'.format
+            lines += ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {", *map(wrap, call["functions"]), "}"]
+        return "\n".join(lines) + "\n"
+
+    def write(self, folder: Path, name: str, call: dict, full: bool) -> None:
+        """main.cpp, cuda.cu and build.ninja of one extension; all flags are ours."""
+        text, ops = "\n".join(call["cpp"] + call["cuda"]), Path(torch.__file__).parent / "include"
+        named = sorted(set(re.findall(r"\b(?:torch|at)::(\w+)", text)) - set(OPERATORS))
+        extra = [f"#include <{h}>" for h in (f"ATen/ops/{n}.h" for n in named) if (ops / h).exists()]
+        extra += ["#include <ATen/Dispatch.h>"] * ("AT_DISPATCH" in text)
+        extra = "\n".join([] if full else extra)
+        (folder / "main.cpp").write_text(self.binding(call, extra, full))
+        common = [f for f in self.flags if not full or f != f"-I{self.include}"]
+        common.append(f"-DTORCH_EXTENSION_NAME={name}")
+        # the assembler's listing shows host assembly, which no symbol betrays
+        commands = {"main.o": [self.gcc, *common, *self.host_flags, *self.gcc_flags,
+                               "-Wa,-aln=main.lst -c main.cpp"]}
+        if call["cuda"]:
+            head = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n" + extra
+            source = "\n".join([head, '#line 1 "cuda_source"', *call["cuda"], ""])
+            (folder / "cuda.cu").write_text(source)
+            fast = ["--use_fast_math"] * ("--use_fast_math" in call["flags"])
+            # one architecture, or each costs a compile; device code is at -O3 unless told otherwise
+            commands["cuda.o"] = [self.nvcc, *common, "-gencode=arch=compute_90a,code=sm_90a",
+                                  "--expt-relaxed-constexpr", *fast,
+                                  *[f"-Xcompiler {flag}" for flag in self.host_flags],
+                                  "-Xcompiler '\"-Wa,-aln=cuda.lst\"' -c cuda.cu"]
+        objects = " ".join(commands)
+        commands["built.so"] = [self.gcc, "-shared", objects, "-Wl,--gc-sections,--no-as-needed",
+                                *self.libraries]
+        lines = ["rule run", "  command = $cmd"]
+        for target, argv in commands.items():
+            lines += [f"build {target}: run {objects if target == 'built.so' else ''}",
+                      f"  cmd = {' '.join([*argv, '-o', target])}"]
+        (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+
+    def gate(self, folder: Path, library: bytes) -> Verdict | None:
+        """A hack verdict if the machine code holds host assembly or calls what it may not (6.2)."""
+        for listing in ("main.lst", "cuda.lst"):
+            text = read_regular(folder / listing).decode(errors="replace")
+            text = re.sub(r"#APP\s*\n.*\.globl _ZSt21ios_base_library_initv\n.*#NO_APP", "", text)
+            blocks = re.findall(r"#APP\s*\n(?:[^\n#]*# (\d+) \"(\w+)\")?", text)
+            if len(blocks) > (listing == "cuda.lst"):  # nvcc's own one holds the device code
+                where = ":".join(reversed(blocks[0])).strip(":") or "outside of functions"
+                return Verdict("hack", "host assembly", f"{where}: no assembly in host code")
+        with tempfile.NamedTemporaryFile(dir=folder.parent) as copied:
+            copied.write(library)
+            copied.flush()
+            names = symbols_of(Path(copied.name), "undefined")
+        foreign = foreign_symbols(names, self.own_binding)
+        called = ", ".join(run_tool("c++filt", *foreign[:5]).splitlines()) if foreign else ""
+        message = f"the compiled code calls {called}"
+        return Verdict("hack", "library call", message) if foreign else None
+
+
+# The parent's side.
+
+
+class CandidateError(Exception):
+    """The candidate raised, died, hung or sent nonsense: its own runtime error."""
+
+
+class Child:
+    """The parent's end of one sandboxed process."""
+
+    def __init__(self, judge: "Judge", spec: dict):
+        self.sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with judge.lock, other:
+                send_message(judge.zygote_sock, spec, [other.fileno()])
+                reply, (self.pidfd,) = receive_message(judge.zygote_sock, max_fds=1)
+        except (OSError, EOFError, ValueError) as e:
+            raise JudgeFault(f"the zygote is gone ({e})") from None
+        self.pid, self.layers = reply["pid"], {}
+        self.sock.settimeout(30)
+        try:
+            self.layers = receive_message(self.sock)[0]["layers"]
+        except (OSError, EOFError, ValueError, KeyError) as e:
+            self.kill()
+            raise JudgeFault(f"a child did not start ({e!r})") from None
+        on = {name for name, state in self.layers.items() if state == "on"}
+        if not ("landlock" in on or {"mounts", "user"} <= on or judge.unsafe):
+            self.kill()
+            raise UserError(f"candidates cannot be contained on this machine ({self.layers}); "
+                            "--unsafe runs them all the same")
+
+    def ask(self, op: str, fds=(), **arguments) -> dict:
+        """One command; CandidateError, with a text for the model, without a good answer in time."""
+        self.sock.settimeout(RUN_TIMEOUT_S)
+        try:
+            send_message(self.sock, {"op": op, **arguments}, fds)
+            reply = receive_message(self.sock)[0]
+        except TimeoutError:
+            raise CandidateError(f"no result within {RUN_TIMEOUT_S:.0f} s") from None
+        except (OSError, EOFError):
+            raise CandidateError("the process died (crash or illegal memory access)") from None
+        except (ValueError, RecursionError):
+            raise CandidateError("the process sent an unreadable message") from None
+        if reply.get("ok") is not True:
+            raise CandidateError(str(reply.get("error"))[:2000])
+        return reply
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the process ends within the time."""
+        return bool(select.select([self.pidfd], [], [], timeout_s)[0])
+
+    def kill(self) -> None:
+        """Ends the child with all it has started, and waits until it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.layers.get("pids") != "on":
+                os.killpg(self.pid, signal.SIGKILL)
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # with its whole PID namespace
+        self.ended(10)
+        os.close(self.pidfd)
+        self.sock.close()
+
+
+@dataclass(frozen=True)
+class Build:
+    """A candidate that passed the gates: its Python text and its libraries in load_inline order."""
+
+    code: str
+    names: tuple[str, ...]
+    libraries: tuple[bytes, ...]
+
+
+class Judge:
+    """Builds, checks and times candidates (3.1); every outcome is a Verdict.
+
+    submit() builds in the background, check() has the device to itself. A fault of the judge is
+    retried once and then is a judge_error. UserError where candidates cannot be contained.
+    """
+
+    def __init__(self, device: str, cache: str, jobs: int = 0, unsafe: bool = False):
+        self.device, self.unsafe, self.lock = device, unsafe, threading.Lock()
+        self.device_name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+        self.chain = Toolchain(cache, device)
+        # what a child may read: no task, no run, no other candidate
+        self.readable = ["/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache",
+                         sys.prefix, sys.base_prefix, os.path.dirname(torch.__file__),
+                         os.path.dirname(self.chain.ninja), str(self.chain.include)]
+        self.readable += [str(Path(self.chain.nvcc).resolve().parents[1])] * (device == "cuda")
+        self.source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        self.users, self.baselines = 0, {}
+        self._start_zygote()
+        probe = self.child()
+        self.layers = probe.layers
+        probe.kill()
+        self.pool = ThreadPoolExecutor(jobs or os.cpu_count())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.zygote.kill()
+        self.zygote.wait()
+        self.zygote_sock.close()
+
+    def _start_zygote(self) -> None:
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.zygote_sock, other = pair
+        self.zygote_sock.settimeout(120)  # the first answer waits for the import of torch
+        kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME")}
+        argv = [sys.executable, os.path.abspath(__file__), "zygote", str(other.fileno())]
+        with other:
+            self.zygote = subprocess.Popen(argv, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
+                                           env=kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+
+    def child(self, folder: Path | None = None, argv: list[str] | None = None) -> Child:
+        """A fresh sandboxed process: a worker, or argv run in folder, which then is its own."""
+        with self.lock:
+            self.users = (self.users + 1) % 1000
+            uid = 61000 + self.users
+        spec = {"uid": uid, "device": self.device, "readable": self.readable,
+                "writable": [str(folder)] if folder else [],
+                "env": {"PATH": os.environ.get("PATH", ""), "TMPDIR": str(folder or "/tmp")}}
+        if argv:
+            spec |= {"argv": argv, "log": str(folder / "log")}
+            os.chmod(folder, 0o777)  # for whichever user the child ends up as
+        return Child(self, spec)
+
+    def _retried(self, action) -> Build | Verdict:
+        for _ in range(2):
+            try:
+                found = action()
+                return replace(found, device=self.device_name) if type(found) is Verdict else found
+            except (JudgeFault, OSError, subprocess.SubprocessError) as e:
+                fault = e
+                with self.lock:
+                    if self.zygote.poll() is not None:
+                        self._start_zygote()
+        return Verdict("judge_error", message=str(fault)[:1000], device=self.device_name)
+
+    def submit(self, code: str) -> Future:
+        """A Build or a Verdict, later."""
+        return self.pool.submit(self._retried, lambda: self._build(code))
+
+    def _build(self, code: str) -> Build | Verdict:
+        hack = find_hacks(code, self.device)
+        if hack:
+            return Verdict("hack", *hack)
+        recorder = self.child()
+        try:
+            calls = recorder.ask("record", code=code).get("calls")
+        except CandidateError as e:
+            return Verdict("runtime_error", message=str(e))
+        finally:
+            recorder.kill()
+        names, libraries = [], []
+        for call in calls if isinstance(calls, list) else ():
+            key = f"kevin_{stable_seed(call, self.source):016x}"
+            done = self.chain.root / "built" / key  # the cache holds a library or a verdict
+            with open(done.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not done.with_suffix(".json").exists():
+                    try:
+                        verdict, library = self._compile(key, call)
+                    except (TypeError, KeyError, AttributeError):  # whatever the module passed
+                        text = "load_inline takes strings and lists of strings"
+                        verdict, library = Verdict("runtime_error", message=text), b""
+                    write_whole(done.with_suffix(".so"), library)
+                    row = json.dumps(verdict and asdict(verdict))
+                    write_whole(done.with_suffix(".json"), row.encode())
+            row = json.loads(done.with_suffix(".json").read_text())
+            if row:
+                return Verdict(**row)
+            names.append(key)
+            libraries.append(done.with_suffix(".so").read_bytes())
+        return Build(code, tuple(names), tuple(libraries))
+
+    def _compile(self, name: str, call: dict) -> tuple[Verdict | None, bytes]:
+        if call["ldflags"]:
+            return Verdict("hack", "linker flags", "extra_ldflags are not allowed"), b""
+        with tempfile.TemporaryDirectory(dir=self.chain.root / "scratch") as scratch:
+            os.chmod(scratch, 0o755)
+            for full in (False, True):
+                folder = Path(scratch) / f"full-{full}"
+                folder.mkdir()
+                self.chain.write(folder, name, call, full)
+                child = self.child(folder, [self.chain.ninja, "-j2"])
+                ended = child.ended(BUILD_TIMEOUT_S)
+                child.kill()
+                log, library = (read_regular(folder / n) for n in ("log", "built.so"))
+                log = log.decode(errors="replace") if ended else "error: compiling took too long"
+                if library and ended:
+                    return self.chain.gate(folder, library), library
+                if re.search(r"^ninja: (error|fatal)", log, re.MULTILINE):
+                    raise JudgeFault(f"the build did not run: {log[:500]}")
+                if not NEEDS_FULL.search(log):
+                    break
+        return Verdict("compile_error", message=first_errors(log)), b""
+
+    def check(self, task: Task, build: Build) -> Verdict:
+        """Correctness, then time, of a built candidate; nothing else may use the device meanwhile."""
+        return self._retried(lambda: self._check(task, build))
+
+    def _check(self, task: Task, build: Build) -> Verdict:
+        seeds, worst, constant = [], 0.0, True
+        try:
+            with Subject(self, task, build) as candidate:
+                for trial in range(TRIALS):
+                    if trial % math.ceil(TRIALS / WEIGHT_SEEDS) == 0:
+                        weights = fresh_seeds()[0]
+                    seeds += [weights, *candidate.prepare(weights, fresh_seeds())]
+                    candidate.run()
+                    error, problem, same = candidate.problem(weights, seeds[-1])
+                    if problem:
+                        return Verdict("incorrect", message=problem, error=error, seeds=tuple(seeds))
+                    worst, constant = max(worst, error), constant and same
+                ops = candidate.child.ask("dispatch").get("ops")
+                foreign = [op for op in ops if not OPERATORS_ALLOWED.fullmatch(str(op))]
+                if foreign:
+                    message = f"forward runs aten::{', aten::'.join(map(str, foreign))}"
+                    return Verdict("hack", "torch operator", message[:400], seeds=tuple(seeds))
+                found = time_candidate(candidate, seeds, worst, constant)
+        except (CandidateError, TypeError) as e:
+            found = Verdict("runtime_error", message=str(e))
+        return replace(found, seeds=tuple(seeds))
+
+
+@functools.lru_cache(maxsize=4)
+def reference_models(code: str, weights: int, device: str) -> tuple:
+    """(get_inputs, Model, the same in float64) of a task program under a weights seed."""
+    space: dict = {"__name__": "task"}
+    exec(compile(code, "task", "exec"), space)
+    with torch.device(device):
+        model = seeded_model(space["Model"], space["get_init_inputs"], weights)
+    return space["get_inputs"], model, copy.deepcopy(model).double()
+
+
+def reference_answer(task: Task, weights: int, seed: int, device: str) -> tuple:
+    """(float64 truth, eager's output, bytes of inputs and parameters) for two seeds.
+
+    UserError when the task's program raises: it is ours, and its fault ends the command.
+    """
+    devices = range(torch.cuda.device_count()) if device == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            get_inputs, model, exact = reference_models(task.code, weights, device)
+            inputs = seeded_inputs(get_inputs, seed, device)
+            wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
+            truth, eager = exact(*wide), model(*inputs)
+            read = [t for t in [*inputs, *model.parameters()] if torch.is_tensor(t)]
+            return truth, eager, sum(t.numel() * t.element_size() for t in read)
+    except torch.OutOfMemoryError as e:
+        raise JudgeFault(f"no memory for the reference of {task.id}: {e}") from None
+    except Exception as e:
+        text = f"task {task.id}: its program raised {type(e).__name__}: {e}"
+        raise UserError(text.splitlines()[0]) from None
+
+
+class Subject:
+    """A worker that serves a built candidate, or (build=None) the task's own Model for its time."""
+
+    def __init__(self, judge: Judge, task: Task, build: Build | None = None):
+        self.judge, self.task, self.device, self.pointer = judge, task, judge.device, None
+        self.name, code = ("ModelNew", build.code) if build else ("Model", task.code)
+        _, self.like, self.read_bytes = reference_answer(task, 0, 0, self.device)
+        self.size = max(1, self.like.numel() * self.like.element_size())
+        self.child, fds = judge.child(), [sealed_memory(bytes(self.size), seal_data=False)]
+        try:
+            fds += [sealed_memory(data) for data in (build.libraries if build else ())]
+            self.memory = mmap.mmap(fds[0], self.size)
+            inputs = program_part(task.code, classes=False)
+            reply = self.child.ask("load", fds, code=code, inputs=inputs, size=self.size,
+                                   names=list(build.names) if build else [])
+            if self.device == "cuda":
+                self.pointer = ctypes.c_void_p()
+                handle = IpcHandle.from_buffer_copy(bytes.fromhex(str(reply.get("handle"))))
+                cuda("cudaIpcOpenMemHandle", ctypes.byref(self.pointer), handle, ctypes.c_uint(1))
+        except BaseException:
+            self.child.kill()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.pointer is not None:
+            cuda("cudaIpcCloseMemHandle", self.pointer)
+        self.child.kill()
+
+    def prepare(self, weights: int, seeds: list[int]) -> list[int]:
+        """Weights and inputs of these seeds in the worker, ready to run."""
+        self.child.ask("prepare", name=self.name, weights=weights, seeds=seeds)
+        return seeds
+
+    def run(self, keep: int = 0, timed: bool = False) -> tuple[float, list[float]]:
+        """(ms by this process's clock, the worker's events) of one call on every prepared input."""
+        start = time.perf_counter()
+        events = self.child.ask("run", keep=keep, timed=timed).get("ms")
+        elapsed = (time.perf_counter() - start) * 1e3
+        if not isinstance(events, list) or not all(isinstance(e, float) and e > 0 for e in events):
+            raise CandidateError("the process sent an unreadable message")
+        return elapsed, events
+
+    def problem(self, weights: int, seed: int) -> tuple[float | None, str, bool]:
+        """(error, what is wrong or "", whether the answer is constant) of the output that run kept.
+
+        The bytes are compared; what the worker claims can only speak against them.
+        """
+        truth, eager, _ = reference_answer(self.task, weights, seed, self.device)
+        output = torch.empty_like(self.like, memory_format=torch.contiguous_format)
+        if self.device == "cpu":
+            self.memory[:] = b"\xff" * self.size  # NaN, so that what is not written is wrong
+        else:
+            cuda("cudaMemset", self.pointer, ctypes.c_int(255), self.size)
+            torch.cuda.synchronize()  # or it could come after the worker's copy
+        claim = self.child.ask("fetch")
+        if self.device == "cpu":
+            raw = torch.frombuffer(self.memory, dtype=output.dtype, count=output.numel())
+            output.copy_(raw.view(output.shape))
+        else:
+            cuda("cudaMemcpy", output.data_ptr(), self.pointer, self.size, 3)
+        expected = {"type": "Tensor", "shape": list(eager.shape), "dtype": str(eager.dtype),
+                    "device": self.device}
+        for key, value in expected.items():
+            if claim.get(key) != value:
+                text = f"the output's {key} is {str(claim.get(key))[:200]} instead of {value}"
+                return None, text, False
+        if claim.get("own") is not True:
+            return None, "the output must be a new tensor, no input, parameter or view", False
+        if claim.get("mutated") is not False:
+            return None, "an input was changed; inputs must stay as they are", False
+        return *compare(output, truth, eager), bool((truth == truth.view(-1)[0]).all())
+
+
+def sealed_memory(data: bytes, seal_data: bool = True) -> int:
+    """Anonymous memory as a descriptor, of fixed size, its contents writable only if not sealed."""
+    fd = os.memfd_create("kevin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.write(fd, data)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # shrinking kills a reader
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | (fcntl.F_SEAL_WRITE if seal_data else 0))
+    return fd
+
+
+def fresh_seeds(count: int = 1) -> list[int]:
+    """Seeds that no child has seen."""
+    return [random.SystemRandom().getrandbits(31) for _ in range(count)]
+
+
+# Correctness and time.
+
+TRIALS, WEIGHT_SEEDS = 5, 2  # DEPARTS: the paper's early code has one trial, at a tolerance of 1e-2
+MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
+BURST_MS, MAX_SLOTS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 16, 5  # longer bursts meet the power cap
+SLOT_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+BANDWIDTH = {"cpu": 2e10, "cuda": 4.8e12}  # bytes a second: one core writing, an H200's memory
+
+
+def compare(output: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor) -> tuple[float, str]:
+    """(error, what is wrong or ""): error is rms(output - truth) / std(truth), truth is float64.
+
+    Accepted up to max(5e-5, 3 x the error of PyTorch eager on the same input) if no element is off
+    by more than 100 x that bound x (std + |truth|), with the same non-finite values. Integers must
+    be equal.
+
+    >>> truth = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    >>> compare(truth.float(), truth, truth.float())
+    (0.0, '')
+    >>> compare(torch.zeros(3), truth, truth.float())[1]
+    'error 2.1 where 5e-05 is allowed; 3 of 3 elements are off, the first at [0]: 0 instead of 1'
+    """
+    same = (output == truth) | (output.isnan() & truth.isnan())
+    finite = truth.isfinite() & output.isfinite()
+    wrong, error, text = ~same & ~finite, math.inf, ""
+    if not truth.is_floating_point():
+        wrong = ~same
+    elif finite.any() and not wrong.any():
+        exact = truth[finite]
+        spread = exact.std(correction=0).item() or exact.abs().max().item() or 1.0
+        error, own = ((x[finite].double() - exact).square().mean().sqrt().item() / spread
+                      for x in (output, eager))
+        bound = max(MIN_BOUND, EAGER_FACTOR * own)
+        difference = torch.where(finite, (output.double() - truth).abs(), 0.0)
+        wrong = difference > WORST_FACTOR * bound * (spread + truth.abs())
+        if error > bound and not wrong.any():
+            wrong = difference > bound * spread
+        text = f"error {error:.2g} where {bound:.2g} is allowed; "
+    if not wrong.any():
+        return (error if text else 0.0), ""
+    index = tuple(wrong.nonzero()[0].tolist())
+    return error, (f"{text}{int(wrong.sum())} of {truth.numel()} elements are off, the first at "
+                   f"{list(index)}: {output[index].item():.6g} instead of {truth[index].item():.6g}")
+
+
+def fill_burst(subject: Subject, weights: int, ms: float) -> list[int]:
+    """Prepares fresh inputs for as many calls as fill a burst, within memory; their seeds."""
+    affordable = SLOT_BYTES[subject.device] // max(1, subject.read_bytes)
+    wanted = math.ceil(BURST_MS[subject.device] / max(ms, 1e-3))
+    return subject.prepare(weights, fresh_seeds(max(1, min(MAX_SLOTS, affordable, wanted))))
+
+
+def time_on_cpu(candidate: Subject, weights: int, seeds: list[int]) -> tuple[float, float, str]:
+    """(candidate ms, eager ms, problem) by this process's clock, interleaved, medians of bursts.
+
+    Before a burst all inputs are overwritten in place with new ones, and one of its outputs is
+    checked afterwards: a cached or replayed answer is a wrong answer.
+    """
+    times, first = ([], []), []
+    with Subject(candidate.judge, candidate.task) as baseline:
+        pair = (candidate, baseline)
+        for subject in pair:
+            subject.prepare(weights, fresh_seeds())
+            first.append(min(subject.run()[0] for _ in range(3)))
+        slots = [0, len(fill_burst(baseline, weights, first[1]))]
+        for turn in range(ROUNDS):
+            fresh = fill_burst(candidate, weights, first[0])
+            slots[0], keep = len(fresh), random.SystemRandom().randrange(len(fresh))
+            for which in ((0, 1), (1, 0))[turn % 2]:
+                times[which].append(pair[which].run(keep * (which == 0))[0] / slots[which])
+            if turn in (1, ROUNDS - 1):
+                seeds += [weights, fresh[keep]]
+                problem = candidate.problem(weights, fresh[keep])[1]
+                if problem:
+                    return 0.0, 0.0, problem
+    return statistics.median(times[0]), statistics.median(times[1]), ""
+
+
+def event_times(subject: Subject, weights: int) -> tuple[float, float, int]:
+    """(median ms by CUDA events, ms a call that this process saw beyond them, last input's seed).
+
+    3 warm-ups, then 5 to 50 trials in bursts of fresh inputs, the L2 cache flushed before each.
+    """
+    subject.prepare(weights, fresh_seeds())
+    first = [subject.run(timed=True)[1][0] for _ in range(3)][-1]
+    trials, events, beyond = min(50, max(5, math.ceil(BURST_MS["cuda"] / first))), [], 0.0
+    while len(events) < trials:
+        fresh = fill_burst(subject, weights, first)
+        elapsed, measured = subject.run(keep=len(fresh) - 1, timed=True)
+        if len(measured) != len(fresh):
+            raise CandidateError("the process sent an unreadable message")
+        events += measured
+        beyond += elapsed - sum(measured)
+    return statistics.median(events), beyond / len(events), fresh[-1]
+
+
+def time_on_gpu(candidate: Subject, weights: int, seeds: list[int]) -> tuple[float, float, str]:
+    """(candidate ms, eager ms, problem) by CUDA events; eager once a step, in its own worker.
+
+    This process's clock must account for the events: work that hides on another stream shows up
+    between the last event and the device-wide synchronisation.
+    """
+    judge, task = candidate.judge, candidate.task
+    if task.id not in judge.baselines:
+        with Subject(judge, task) as baseline:
+            judge.baselines[task.id] = event_times(baseline, weights)[:2]
+    eager_ms, eager_beyond = judge.baselines[task.id]
+    ms, beyond, seed = event_times(candidate, weights)
+    seeds += [weights, seed]
+    problem = candidate.problem(weights, seed)[1]
+    if not problem and beyond > 1.5 * eager_beyond + 0.05 * ms + 0.3:
+        problem = f"clock: {beyond:.3g} ms a call lie outside the timed events"
+    return ms, eager_ms, problem
+
+
+def time_candidate(candidate: Subject, seeds: list[int], error: float, constant: bool) -> Verdict:
+    """The verdict on a correct candidate: its time, or why that cannot be believed.
+
+    constant: the task's answer never changes, so it could be written without reading anything.
+    """
+    measure = time_on_cpu if candidate.device == "cpu" else time_on_gpu
+    ms, eager_ms, problem = measure(candidate, fresh_seeds()[0], seeds)
+    if problem and not problem.startswith("clock: "):
+        return Verdict("incorrect", message=f"after timing, on new inputs: {problem}")
+    moved = candidate.read_bytes if constant else candidate.size / 3
+    if not problem and ms < moved / BANDWIDTH[candidate.device] * 1e3:
+        problem = f"too fast: {ms:.3g} ms for {moved / 2**20:.3g} MiB of memory traffic"
+    if problem:
+        rule, _, message = problem.partition(": ")
+        return Verdict("suspicious", rule, message, ms, eager_ms, error=error)
+    return Verdict("correct", "", "", ms, eager_ms, eager_ms / ms, error)
+
+
+def cpu_name() -> str:
+    """The processor's name; the judge uses one thread of it."""
+    names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return f"one thread of {names[0] if names else platform.machine()}"
+
+
+# ---- 7. Score, return, advantage (paper 3.2, 4.2, 4.3, B.2) --------------------------------------
+
+MIN_SPREAD = 1e-6  # returns that agree this well carry no signal
+
+
+def kernel_score(verdict: Verdict, correct_weight: float = 0.3) -> float | None:
+    """S = 0.3 * [correct] + speedup * [correct], uncapped; None when the judge failed (3.2).
+
+    >>> kernel_score(Verdict("correct", speedup=2.0)), kernel_score(Verdict("incorrect"))
+    (2.3, 0.0)
+    """
+    if verdict.outcome == "judge_error":
+        return None
+    return correct_weight + verdict.speedup if verdict.outcome == "correct" else 0.0
+
+
+def discounted_returns(scores: list[float | None], gamma: float = 0.4,
+                       aggregate: str = "sum") -> list[float]:
+    """Return of every turn: its own score and the later ones, discounted (PAPER: 4.3).
+
+    sum: R_t = S_t + gamma R_{t+1}; max: R_t = max(S_t, gamma R_{t+1}). A missing score counts as 0.
+
+    >>> [round(r, 3) for r in discounted_returns([0.0, 1.3, 0.0, 2.3])]
+    [0.667, 1.668, 0.92, 2.3]
+    >>> [round(r, 3) for r in discounted_returns([0.0, 1.3, 0.0, 2.3], aggregate="max")]
+    [0.52, 1.3, 0.92, 2.3]
+    """
+    returns, later = [], 0.0
+    for score in reversed(scores):
+        own = score or 0.0
+        later = own + gamma * later if aggregate == "sum" else max(own, gamma * later)
+        returns.append(later)
+    return returns[::-1]
+
+
+def group_advantages(returns: list[float | None], scale: bool = False) -> list[float]:
+    """Returns of one task's m * n samples minus their mean (4.2; PAPER: its code, Dr. GRPO).
+
+    scale divides by their deviation. None marks a sample that the judge failed on: outside the
+    statistics, with advantage 0. A constant group gets exact zeros: its mean is off by a rounding
+    step, which a division would blow up.
+
+    >>> [round(a, 3) for a in group_advantages([0.0, 1.3, None, 2.6])]
+    [-1.3, 0.0, 0.0, 1.3]
+    >>> group_advantages([0.2] * 12, scale=True) == [0.0] * 12
+    True
+    """
+    known = torch.tensor([r for r in returns if r is not None], dtype=torch.float64)
+    if not len(known) or known.max() - known.min() < MIN_SPREAD:
+        return [0.0] * len(returns)
+    centre = known.mean().item()
+    spread = known.std(correction=0).item() if scale else 1.0
+    return [0.0 if r is None else (r - centre) / spread for r in returns]
+
+
+# ---- 8. Policy: model, adapter, token log-probabilities (paper 3.3, 6.1) -------------------------
+
+HEAD_CHUNK = 1024  # positions that pass the head at once: full logits of 16k tokens take 40 GB
+
+
+class Policy(nn.Module):
+    """A causal language model with a LoRA adapter, and its tokenizer.
+
+    DEPARTS: the paper most likely trains all weights; with an adapter one GPU holds 32B parameters.
+    """
+
+    def __init__(self, lm: nn.Module, tokenizer):
+        super().__init__()
+        self.lm, self.tokenizer = lm, tokenizer
+        added = [t.content for t in tokenizer.added_tokens_decoder.values()]
+        self.control_tokens = tuple({*tokenizer.all_special_tokens, *added, "<think>", "</think>"})
+        ends = getattr(lm.generation_config, "eos_token_id", None)
+        ends = ends if isinstance(ends, list) else [ends]
+        self.eos_ids = {i for i in [*ends, tokenizer.eos_token_id] if i is not None}
+
+    @property
+    def base(self) -> nn.Module:
+        """The transformers model, with the adapter's layers in place."""
+        return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The adapter's weights."""
+        return [p for p in self.lm.parameters() if p.requires_grad]
+
+    def render(self, messages: list[dict]) -> tuple[str, list[int]]:
+        """Text and ids of a chat with the answer's thought opened (PAPER: its code adds <think>)."""
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False,
+                                                  add_generation_prompt=True)
+        text += "" if text.endswith("<think>\n") else "<think>\n"
+        return text, self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def decode(self, completion_ids: list[int]) -> str:
+        """Text of a completion without its end token."""
+        ended = completion_ids and completion_ids[-1] in self.eos_ids
+        return self.tokenizer.decode(completion_ids[: -1 if ended else None])
+
+    def _head(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits = self.base.get_output_embeddings()(hidden).float() / temperature
+        return -nn.functional.cross_entropy(logits, targets, reduction="none")
+
+    def forward(self, prompt_ids: list[int], completion_ids: list[int],
+                temperature: float) -> torch.Tensor:
+        """Log-probabilities of the completion's tokens at the sampling temperature: (T,), float32.
+
+        One sequence, no mask; on a GPU padded on the right to a multiple of 256, for fewer plans.
+        """
+        ids = prompt_ids + completion_ids
+        padding = -len(ids) % 256 if self.lm.device.type == "cuda" else 0
+        row = torch.tensor([ids + [0] * padding], device=self.lm.device)  # (1, prompt + T + padding)
+        backbone = getattr(self.base, self.base.base_model_prefix)
+        hidden = backbone(input_ids=row, use_cache=False).last_hidden_state[0]
+        hidden = hidden[len(prompt_ids) - 1 : len(ids) - 1]  # position t predicts t + 1
+        targets = row[0, len(prompt_ids) : len(ids)]
+        pieces = [torch.utils.checkpoint.checkpoint(self._head, h, t, temperature, use_reentrant=False)
+                  for h, t in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK))]
+        return torch.cat(pieces)
+
+
+def with_adapter(lm: nn.Module, tokenizer, rank: int, alpha: int, adapter: str = "") -> Policy:
+    """A Policy that trains a float32 LoRA adapter on all linear layers: fresh, or from a folder."""
+    import peft
+
+    if not adapter:  # no dropout: the first ratio of an update must be 1
+        lm = peft.get_peft_model(lm, peft.LoraConfig(
+            r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",
+            task_type="CAUSAL_LM"))
+    elif (Path(adapter) / "adapter_config.json").exists():
+        lm = peft.PeftModel.from_pretrained(lm, adapter, is_trainable=True)
+    else:
+        raise UserError(f"{adapter} holds no adapter (adapter_config.json)")
+    if lm.device.type == "cuda":
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(lm, tokenizer)
+    assert policy.trainable(), "the adapter has no trainable weights"
+    return policy
+
+
+def load_policy(config: Config) -> Policy:
+    """The bf16 model on this process's GPU, with a fresh adapter or config.adapter.
+
+    UserError, naming --tiny, for a folder without weights, no GPU, or too little memory.
+    """
+    folder, name = Path(config.model).expanduser(), config.model
+    if folder.is_dir() or name[0] in "./~":
+        if not (folder / "config.json").exists():
+            raise UserError(f"model folder {name} does not exist or has no config.json")
+        if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+            raise UserError(f"model folder {name} holds no weights (*.safetensors)")
+    if not torch.cuda.is_available():
+        raise UserError(f"{name} needs an NVIDIA GPU and there is none; --tiny runs on the CPU")
+    import accelerate
+    import transformers
+
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    try:
+        shape = transformers.AutoConfig.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as e:
+        raise UserError(f"cannot load {name}: {str(e).splitlines()[0]}") from None
+    with accelerate.init_empty_weights():
+        empty = transformers.AutoModelForCausalLM.from_config(shape)
+    needed = sum(p.numel() for p in empty.parameters()) * 2.5 / 2**30 + 4  # with adapter and activations
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < needed:
+        raise UserError(f"{name} needs about {needed:.0f} GiB on one GPU and {free:.0f} are free; "
+                        "--tiny runs on the CPU")
+    lm = transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.bfloat16, attn_implementation="sdpa", device_map={"": device})
+    return with_adapter(lm, tokenizer, config.lora_rank, config.lora_alpha, config.adapter)
+
+
+# ---- 9. Engine: sampling (paper C) ---------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """One answer being sampled."""
+
+    owner: Trajectory
+    prompt: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    draws: random.Random  # one uniform number a token: a sample depends on its own seed only
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+def slot_attention(module, query, key, value, attention_mask, scaling=None, engine=None, **_):
+    """Attention over the engine's slots, for transformers' AttentionInterface.
+
+    Writes the new keys and values, then attends. query is (B, heads, L, D): in prefill one sequence
+    (B = 1, causal), in decoding one token (L = 1) of each of B sequences.
+    """
+    keys, values = engine.keys[module.layer_idx], engine.values[module.layer_idx]
+    rows, places, mask = engine.rows, engine.places, None  # (B,), (B, L)
+    for cache, new in ((keys, key), (values, value)):  # (slots, longest, kv_heads, D)
+        cache[rows[:, None], places] = new.transpose(1, 2)
+    if query.shape[2] == 1:
+        longest = int(places.max()) + 1
+        key, value = (cache[rows, :longest].transpose(1, 2) for cache in (keys, values))
+        mask = (torch.arange(longest, device=query.device) <= places)[:, None, None]
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor,
+                  temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, log-probabilities): the first token whose cumulated probability exceeds its number.
+
+    logits (B, V), uniforms (B,) in [0, 1). DEPARTS: no top-p (a second-hand source has 0.95 for the
+    paper): truncated sampling would bias the ratio of section 11.
+
+    >>> sample_tokens(torch.tensor([[0.0, 0.0]]), torch.tensor([0.75]), 1.0)[0].tolist()
+    [1]
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    cumulated = logprobs.double().exp().cumsum(-1)
+    targets = uniforms[:, None].to(cumulated) * cumulated[:, -1:]
+    tokens = torch.searchsorted(cumulated, targets, right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+class Engine:
+    """Continuous batching: add() queues a request, step() decodes one token of each active one.
+
+    Each active sequence owns a slot of the key-value cache for its whole length. Eager, on any
+    device.
+    """
+
+    def __init__(self, policy: Policy, max_batch: int, temperature: float, max_tokens: int):
+        import transformers
+
+        transformers.AttentionInterface.register("kevin_slots", slot_attention)
+        self.policy, self.temperature, self.device = policy, temperature, policy.lm.device
+        self.waiting: list[Request] = []
+        self.active: dict[int, Request] = {}  # by slot
+        shape, dtype = policy.base.config, next(policy.base.parameters()).dtype
+        width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        size = [shape.num_hidden_layers, max_batch, max_tokens, shape.num_key_value_heads, width]
+        if self.device.type == "cuda":  # as many slots as fit beside the training step
+            slot_bytes = 2 * math.prod(size) // max_batch * dtype.itemsize
+            fitting = int(0.6 * torch.cuda.mem_get_info()[0]) // slot_bytes
+            size[1] = max_batch = max(1, min(max_batch, fitting))
+        self.keys, self.values = (torch.zeros(size, dtype=dtype, device=self.device) for _ in "kv")
+        self.free = list(range(max_batch))
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.active)
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        if len(request.prompt_ids) + request.max_new_tokens > self.keys.shape[2]:
+            raise UserError("prompt and answer are longer than the engine's slots")
+        self.waiting.append(request)
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """Admits waiting requests, decodes one token of each active one, returns the finished."""
+        config, training = self.policy.base.config, self.policy.training
+        before, config._attn_implementation = config._attn_implementation, "kevin_slots"
+        self.policy.eval()
+        finished = []
+        try:
+            while self.waiting and self.free:
+                slot, request = self.free.pop(), self.waiting.pop(0)
+                self.active[slot] = request
+                finished += self._sample([slot], self._forward([slot], [request.prompt_ids], 0))
+            if self.active:
+                slots = list(self.active)
+                ids = [self.active[slot].completion_ids[-1:] for slot in slots]
+                finished += self._sample(slots, self._forward(slots, ids, 1))
+        finally:
+            config._attn_implementation = before
+            self.policy.train(training)
+        return finished
+
+    def _forward(self, slots: list[int], ids: list[list[int]], decoding: int) -> torch.Tensor:
+        starts = [len(r.prompt_ids) + len(r.completion_ids) - 1 if decoding else 0
+                  for r in (self.active[slot] for slot in slots)]
+        row = torch.tensor(ids, device=self.device)  # (B, L)
+        self.rows = torch.tensor(slots, device=self.device)
+        self.places = torch.tensor(starts, device=self.device)[:, None] + torch.arange(
+            row.shape[1], device=self.device)
+        return self.policy.base(input_ids=row, position_ids=self.places, use_cache=False,
+                                engine=self, logits_to_keep=1).logits[:, -1]
+
+    def _sample(self, slots: list[int], logits: torch.Tensor) -> list[Request]:
+        requests = [self.active[slot] for slot in slots]
+        uniforms = torch.tensor([r.draws.random() for r in requests], dtype=torch.float64)
+        sampled = sample_tokens(logits, uniforms.to(self.device), self.temperature)
+        for slot, request, token, logprob in zip(slots, requests, *(s.tolist() for s in sampled)):
+            request.completion_ids.append(token)
+            request.logprobs.append(logprob)
+            full = len(request.completion_ids) >= request.max_new_tokens
+            request.finish_reason = "stop" if token in self.policy.eos_ids else "length" * full
+            if request.finish_reason:
+                self.free.append(slot)
+                del self.active[slot]
+        return [request for request in requests if request.finish_reason]
+
+
+# ---- 10. Rollout: turns of trajectories, decoding and judging interleaved (paper 4, C) -----------
+
+
+def finish_turn(request: Request, chat, verdict: Verdict, correct_weight: float) -> Turn:
+    """The record of an answered and judged request."""
+    owner, text = request.owner, chat.decode(request.completion_ids)
+    _, kernel, summary = parse_response(text)
+    return Turn(owner.task.id, owner.step, owner.index, len(owner.turns), request.prompt, text,
+                request.prompt_ids, request.completion_ids, request.logprobs, request.finish_reason,
+                kernel, summary, verdict, feedback(verdict), kernel_score(verdict, correct_weight))
+
+
+def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
+            max_new_tokens: int, on_turn) -> None:
+    """Extends every trajectory to config.turns turns in one event loop, without a barrier (4, C).
+
+    Finished answers compile in the background while others decode. When enough are built, or nothing
+    decodes, decoding pauses, the judge has the device to itself, and the next prompts join the
+    batch. on_turn(turn) is called for each new turn. A kernel that was already judged in this
+    rollout keeps its verdict (GUESS): another timing would only add noise.
+    """
+    device = (judge.device, judge.device_name)
+    building: dict[Future, Request] = {}
+    verdicts: dict[tuple[str, str], Verdict] = {}
+
+    def ask(trajectory):
+        turn = len(trajectory.turns)
+        if turn < config.turns:
+            prompt, ids = build_prompt(trajectory.task, trajectory.turns, device, chat,
+                                       config.max_prompt_tokens)
+            seed = stable_seed(config.seed, trajectory.step, trajectory.task.id, trajectory.index, turn)
+            engine.add(Request(trajectory, prompt, ids, max_new_tokens, random.Random(seed)))
+
+    def settle(request, verdict):
+        turn = finish_turn(request, chat, verdict, config.correct_weight)
+        request.owner.turns.append(turn)
+        on_turn(turn)
+        ask(request.owner)
+
+    for trajectory in trajectories:
+        ask(trajectory)
+    while len(engine) or building:
+        for request in engine.step() if len(engine) else []:
+            kernel = parse_response(chat.decode(request.completion_ids))[1]
+            if kernel is None:
+                settle(request, Verdict("no_code", device=judge.device_name))
+            else:
+                building[judge.submit(kernel)] = request
+        if building and not len(engine):
+            wait(building, return_when=FIRST_COMPLETED)
+        ready = [future for future in building if future.done()]
+        if len(engine) and len(ready) < len(trajectories) / 4:
+            continue
+        for future in ready:
+            request, built = building.pop(future), future.result()
+            kernel = parse_response(chat.decode(request.completion_ids))[1]
+            task = request.owner.task
+            verdict = verdicts.get((task.id, kernel))
+            if verdict is None or verdict.outcome == "judge_error":
+                verdict = built if isinstance(built, Verdict) else judge.check(task, built)
+                verdicts[task.id, kernel] = verdict
+            settle(request, verdict)
+
+
+# ---- 11. GRPO loss and update (paper 3.3, 4.2, 6.1) ----------------------------------------------
+
+
+def policy_loss(logprobs, old_logprobs, advantage: float, clip_low: float = 0.2,
+                clip_high: float = 0.28, kl: float = 0.0,
+                ref_logprobs=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss summed over one sample's tokens, share of them clipped) (3.3, 6.1).
+
+    -sum min(r A, clip(r, 1 - low, 1 + high) A) + kl * sum(exp(d) - d - 1), r = exp(logp - old) and
+    d = ref - logp, all (T,). The caller divides by N * L.
+
+    >>> logp = torch.tensor([-1.0, -2.0])
+    >>> policy_loss(logp, logp, 2.0)[0].item(), policy_loss(logp + 1, logp, 2.0)[1].item()
+    (-4.0, 1.0)
+    """
+    ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()  # an overflow would be inf * 0
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantage, clipped * advantage).sum()
+    if kl:
+        difference = (ref_logprobs - logprobs).clamp(-20, 20)
+        loss = loss + kl * (difference.exp() - difference - 1).sum()
+    return loss, (clipped * advantage < ratio * advantage).float().mean().detach()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A turn with stored log-probabilities, ready for an update."""
+
+    turn: Turn
+    old_logprobs: torch.Tensor  # (T,) under the policy before the step's first update
+    ref_logprobs: torch.Tensor | None  # (T,) without the adapter, if the KL term is used
+
+
+@torch.no_grad()
+def store_logprobs(policy: Policy, turns: list[Turn], config: Config) -> list[Sample]:
+    """Samples with old (and reference) log-probabilities; turns that move nothing are left out."""
+    samples = []
+    for turn in turns:
+        if turn.advantage or config.kl:
+            arguments = (turn.prompt_ids, turn.completion_ids, config.temperature)
+            reference = None
+            if config.kl:
+                with policy.lm.disable_adapter():
+                    reference = policy(*arguments)
+            samples.append(Sample(turn, policy(*arguments), reference))
+    return samples
+
+
+def update(policy: Policy, optimizer, samples: list[Sample], count: int, config: Config,
+           reduce) -> dict[str, float]:
+    """One gradient step on `count` samples, of which `samples` are this process's.
+
+    Losses are divided by count * length_normalizer, constants of the update (PAPER: 6.1), so the
+    gradient does not depend on how samples are spread or skipped. reduce(tensor) sums over the
+    processes: one flat all-reduce, also of a process without samples.
+    """
+    parameters, totals = policy.trainable(), torch.zeros(3, dtype=torch.float64)
+    policy.train()
+    for sample in samples:
+        logprobs = policy(sample.turn.prompt_ids, sample.turn.completion_ids, config.temperature)
+        loss, clipped = policy_loss(logprobs, sample.old_logprobs, sample.turn.advantage,
+                                    config.clip_low, config.clip_high, config.kl,
+                                    sample.ref_logprobs)
+        loss = loss / (count * config.length_normalizer)
+        loss.backward()
+        totals += torch.tensor([loss.item(), clipped.item(), 1.0], dtype=torch.float64)
+    policy.eval()
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    flat = reduce(torch.cat([g.flatten() for g in grads]))
+    loss, clipped, seen = reduce(totals.to(flat.device)).tolist()
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        parameter.grad = part.view_as(parameter).clone()
+    norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"policy/loss": loss, "policy/clip_fraction": clipped / max(seen, 1.0),
+            "policy/grad_norm": norm.item()}
+
+
+# ---- 12. Training (paper 4.4, 6.1) ---------------------------------------------------------------
+
+
+def grade(turns: list[Turn], config: Config) -> list[Turn]:
+    """The turns of one step with returns and advantages, in order of task, trajectory and turn."""
+    groups: dict[str, list[Turn]] = {}
+    for turn in sorted(turns, key=lambda t: t.key):
+        groups.setdefault(turn.task, []).append(turn)
+    graded = []
+    for group in groups.values():
+        returns = []
+        for index in sorted({t.trajectory for t in group}):
+            scores = [t.score for t in group if t.trajectory == index]
+            discounted = discounted_returns(scores, config.gamma, config.aggregate)
+            returns += [None if s is None else r for s, r in zip(scores, discounted)]
+        advantages = group_advantages(returns, config.scale == "group")
+        graded += [replace(t, return_=r, advantage=a)
+                   for t, r, a in zip(group, returns, advantages)]
+    if config.scale == "batch":
+        spread = math.sqrt(mean(t.advantage**2 for t in graded)) or 1.0
+        graded = [replace(t, advantage=t.advantage / spread) for t in graded]
+    return graded
+
+
+def mean(values) -> float:
+    """Arithmetic mean; 0 of nothing.
+
+    >>> mean([1, 2]), mean([])
+    (1.5, 0.0)
+    """
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def step_metrics(turns: list[Turn]) -> dict[str, float]:
+    """Scores, outcomes, and per turn index the health of the answers (6.1)."""
+    scores = [t.score for t in turns if t.score is not None]
+    correct = [t.verdict.speedup for t in turns if t.verdict.outcome == "correct"]
+    metrics = {"score/mean": mean(scores), "score/best": max(scores, default=0.0),
+               "return/mean": mean(t.return_ for t in turns if t.return_ is not None),
+               "advantage/max": max(abs(t.advantage) for t in turns),
+               "advantage/zero": mean(t.advantage == 0 for t in turns),
+               "kernel/correct": len(correct) / len(turns), "kernel/speedup": mean(correct),
+               "length/completion": mean(len(t.completion_ids) for t in turns)}
+    for outcome in OUTCOMES:
+        metrics[f"outcome/{outcome}"] = mean(t.verdict.outcome == outcome for t in turns)
+    for index in sorted({t.turn for t in turns}):
+        same = [t for t in turns if t.turn == index]
+        okay = [t.completion.lstrip().startswith("Okay,") for t in same]
+        metrics[f"health/not_okay/{index}"] = 1 - mean(okay)
+        metrics[f"health/cut/{index}"] = mean(t.finish_reason == "length" for t in same)
+        metrics[f"score/turn/{index}"] = mean(t.score for t in same if t.score is not None)
+    return metrics
+
+
+def open_run(config: Config, command: str) -> Path:
+    """The run folder, with config.json, this source, and environment.json: versions and machine.
+
+    UserError if the folder is another configuration's.
+    """
+    import peft
+    import transformers
+
+    run = Path(config.resume or config.out or time.strftime(f"runs/{command}-%Y%m%d-%H%M%S"))
+    if (run / "config.json").exists():
+        there = json.loads((run / "config.json").read_text())
+        for name, value in asdict(config).items():
+            if name not in ("out", "resume", "steps", "cache") and there.get(name) != value:
+                raise UserError(f"run folder {run} is another configuration's: {name} is "
+                                f"{there.get(name)!r} there and {value!r} here")
+    run.mkdir(parents=True, exist_ok=True)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
+                         capture_output=True, text=True)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    facts = {"python": sys.version, "torch": torch.__version__, "cuda": torch.version.cuda,
+             "transformers": transformers.__version__, "peft": peft.__version__, "gpu": gpu,
+             "cpu": cpu_name(), "machine": platform.platform(), "cores": os.cpu_count(),
+             "commit": git.stdout.strip(), "command": sys.argv}
+    write_whole(run / "environment.json", json.dumps(facts, indent=1).encode())
+    write_whole(run / "config.json", json.dumps(asdict(config), indent=1).encode())
+    write_whole(run / "kevin.py", Path(__file__).read_bytes())
+    return run
+
+
+def read_turns(path: Path) -> list[Turn]:
+    """Turns of a log; a torn last line (the process was killed in it) is ignored."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [Turn.from_json(line.decode()) for line in lines]
+
+
+def append_lines(path: Path, lines: list[str]) -> None:
+    """Appends whole lines and flushes them to the disk, after cutting a torn last line off."""
+    with open(path, "ab+") as file:
+        size = file.tell()
+        file.seek(max(0, size - (1 << 26)))
+        file.truncate(size - len(file.read().rpartition(b"\n")[2]))
+        file.write("".join(line + "\n" for line in lines).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    folders = (run / "checkpoints").glob("step-*")
+    return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def save_checkpoint(run: Path, policy: Policy, optimizer, schedule, step: int) -> None:
+    """checkpoints/step-N, whole or not at all; the previous one is kept beside it."""
+    partial = run / "checkpoints/partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    policy.lm.save_pretrained(partial)
+    torch.save({"step": step, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(),
+                "schedule": schedule.state_dict()}, partial / "state.pt")
+    partial.rename(run / f"checkpoints/step-{step}")
+    for old in checkpoints(run)[:-2]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(folder: Path, policy: Policy, optimizer, schedule) -> int:
+    """Restores adapter, optimiser, schedule and random state; the next step."""
+    import peft
+    import safetensors.torch
+
+    weights = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    peft.set_peft_model_state_dict(policy.lm, weights)
+    state = torch.load(folder / "state.pt", weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    torch.set_rng_state(state["rng"])
+    return state["step"]
+
+
+def pick_tasks(tasks: list[Task], count: int, step: int, seed: int) -> list[Task]:
+    """The tasks of a step, the same on every process: shuffled passes over all tasks.
+
+    Within a pass the levels are interleaved, so that a step mixes easy and hard (PAPER: 6.3).
+    """
+    chosen = []
+    for number in range(step * count, (step + 1) * count):
+        epoch, place = divmod(number, len(tasks))
+        order = []
+        for level in sorted({str(t.level) for t in tasks}):
+            members = [t for t in tasks if str(t.level) == level]
+            random.Random(stable_seed(seed, "tasks", epoch, level)).shuffle(members)
+            order += [((i + 0.5) / len(members), level, t) for i, t in enumerate(members)]
+        chosen.append(sorted(order, key=lambda row: row[:2])[place][2])
+    return chosen
+
+
+def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int, config: Config,
+               accelerator) -> dict[str, float]:
+    """The updates of one step on this process's share of the graded turns; the last one's metrics."""
+    order = list(turns)
+    random.Random(stable_seed(config.seed, "split", step)).shuffle(order)
+    parts = [order[i :: config.updates_per_step] for i in range(config.updates_per_step)]
+    shares, metrics = [], {}
+    for part in parts:  # GUESS: halves of the batch, not two passes; dealt by length
+        part.sort(key=lambda t: len(t.prompt_ids) + len(t.completion_ids))
+        mine = part[accelerator.process_index :: accelerator.num_processes]
+        # PAPER: 3.3, old log-probs of all samples before the first update; later ones are off-policy
+        shares.append(store_logprobs(policy, mine, config))
+    for part, share in zip(parts, shares):
+        metrics = update(policy, optimizer, share, len(part), config,
+                         lambda tensor: accelerator.reduce(tensor, "sum"))
+        schedule.step()
+    gaps = [(s.old_logprobs.cpu() - torch.tensor(s.turn.sampling_logprobs)).abs().mean().item()
+            for share in shares for s in share]
+    rate = schedule.get_last_lr()[0]
+    return metrics | {"policy/sampling_gap": mean(gaps), "policy/learning_rate": rate}
+
+
+def run_rollout(engine, judge, policy, tasks: list[Task], step: int, config: Config, limit: int,
+                recorded: dict, log: Path, title: str) -> list[Turn]:
+    """All turns of some tasks in a step: those already recorded, then the rest, logged one by one."""
+    from accelerate.utils import tqdm
+
+    group = [Trajectory(task, step, i) for task in tasks for i in range(config.trajectories)]
+    for trajectory in group:
+        while (key := (step, trajectory.task.id, trajectory.index, len(trajectory.turns))) in recorded:
+            trajectory.turns.append(recorded[key])
+    total, done = len(group) * config.turns, sum(len(t.turns) for t in group)
+    with tqdm(total=total, initial=done, desc=title, unit="turn", leave=False) as bar:
+
+        def on_turn(turn):
+            append_lines(log, [turn.to_json()])
+            bar.update()
+
+        rollout(engine, judge, policy, group, config, limit, on_turn)
+    return [turn for trajectory in group for turn in trajectory.turns]
+
+
+def train(config: Config) -> None:
+    """Multi-turn GRPO: rollouts, scores, returns, advantages, two updates, checkpoint, again.
+
+    Each process samples its own tasks and logs unfinished turns to pending/; the main process alone
+    writes turns.jsonl, metrics.jsonl and checkpoints. A resumed run takes up every recorded turn.
+    """
+    import accelerate
+    import transformers
+    from accelerate.utils import gather_object
+
+    # ranks finish rollouts minutes apart, and the default limit of 10 minutes would end the run
+    patience = accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    accelerator = accelerate.Accelerator(cpu=config.tiny, kwargs_handlers=[patience])
+    kind = accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise UserError(f"{kind} shards the model; every process here holds it whole: launch without")
+    main, barrier = accelerator.is_main_process, accelerator.wait_for_everyone
+    rank, world = accelerator.process_index, accelerator.num_processes
+    tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
+    policy = None if config.tiny else load_policy(config)
+    run = Path(gather_object([str(open_run(config, "train"))] if main else [])[0])
+    policy = policy or tiny_policy(run, tasks, config, main, barrier)
+    optimizer = torch.optim.AdamW(policy.trainable(), lr=config.learning_rate, betas=(0.9, 0.95),
+                                  weight_decay=0.0)
+    schedule = transformers.get_constant_schedule_with_warmup(optimizer, config.warmup_updates)
+    found = checkpoints(run)
+    first = load_checkpoint(found[-1], policy, optimizer, schedule) if found else 0
+    logs = [*sorted((run / "pending").glob("*")), run / "turns.jsonl"]
+    recorded = {turn.key: turn for log in logs for turn in read_turns(log) if turn.step >= first}
+    written = {turn.key for turn in read_turns(run / "turns.jsonl")}
+    barrier()  # everyone has read before anyone writes
+    with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
+               config.unsafe) as judge:
+        if main:
+            (run / "pending").mkdir(exist_ok=True)
+            write_whole(run / "sandbox.json", json.dumps(judge.layers).encode())
+        barrier()
+        engine = Engine(policy, config.max_batch, config.temperature, config.max_prompt_tokens
+                        + max(config.max_new_tokens, config.late_new_tokens))
+        for step in range(first, config.steps):
+            start, late = time.time(), step >= config.late_step  # PAPER: 4.4, longer answers late
+            limit = config.late_new_tokens if late else config.max_new_tokens
+            judge.baselines.clear()
+            turns = run_rollout(
+                engine, judge, policy,
+                pick_tasks(tasks, config.tasks_per_step, step, config.seed)[rank::world], step, config,
+                limit, recorded, run / f"pending/rank-{rank}", f"step {step + 1}/{config.steps}")
+            rolled = time.time()
+            turns = grade(gather_object(turns), config)
+            metrics = {"step": step, **step_metrics(turns)}
+            metrics |= train_step(policy, optimizer, schedule, turns, step, config, accelerator)
+            metrics |= {"time/rollout": rolled - start, "time/update": time.time() - rolled}
+            if main:
+                append_lines(run / "turns.jsonl", [t.to_json() for t in turns if t.key not in written])
+                append_lines(run / "metrics.jsonl", [json.dumps(metrics)])
+                save_checkpoint(run, policy, optimizer, schedule, step + 1)
+                for log in (run / "pending").glob("*"):
+                    log.unlink()
+                print_step(metrics, step == first)
+            barrier()
+    if main:
+        print(f"run folder: {run}")
+
+
+def print_step(metrics: dict, header: bool) -> None:
+    """One line of training's table: step, score, correct, speedup, outcomes."""
+    if header:
+        print(f"{'step':>4} {'score':>6} {'correct':>7} {'speedup':>7}  outcomes")
+    shares = {name: metrics["outcome/" + name] for name in OUTCOMES}
+    print(f"{metrics['step'] + 1:>4} {metrics['score/mean']:>6.2f} {metrics['kernel/correct']:>7.0%} "
+          f"{metrics['kernel/speedup']:>6.2f}x  "
+          + ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share), flush=True)
+
+
+# ---- 13. Evaluation and audit (paper 5) ----------------------------------------------------------
+
+
+def evaluation_row(turns: list[Turn]) -> dict[str, float]:
+    """The paper's Table 1 (5): correct, speedup, fast1, fast1.5; best@k and avg@k, mean over tasks.
+
+    A trajectory's speedup is that of its fastest correct kernel, 0 without one.
+    """
+    tasks: dict[str, dict[int, float]] = {}
+    for turn in turns:
+        best = tasks.setdefault(turn.task, {})
+        best[turn.trajectory] = max(best.get(turn.trajectory, 0.0), turn.verdict.speedup)
+    row = {"score": mean(t.score for t in turns if t.score is not None)}
+    for name, measure in {"correct": lambda s: s > 0, "speedup": float, "fast1": lambda s: s >= 1,
+                          "fast1.5": lambda s: s >= 1.5}.items():
+        values = [[float(measure(s)) for s in best.values()] for best in tasks.values()]
+        row[f"{name}/best"], row[f"{name}/avg"] = mean(map(max, values)), mean(map(mean, values))
+    return row
+
+
+def evaluate(config: Config) -> None:
+    """k trajectories of n turns on every task; an unfinished evaluation in --out goes on.
+
+    With --tiny, the newest tiny run's base model and trained adapter side by side.
+    """
+    tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
+    if config.tiny:
+        runs = [p.parent for p in Path("runs").glob("*/base") if checkpoints(p.parent)]
+        runs = [Path(config.adapter).resolve().parents[1]] if config.adapter else runs
+        if not runs or not checkpoints(runs[0]):
+            raise UserError("no `train --tiny` run with a checkpoint under runs/; train first")
+        trained = max((checkpoints(p)[-1] for p in runs), key=lambda p: p.stat().st_mtime)
+        policy = load_tiny(trained.parents[1] / "base", config, str(trained))
+        print(f"evaluating {trained} and its base")
+    else:
+        policy = load_policy(config)
+    run, k, rows = open_run(config, "eval"), config.trajectories, {}
+    variants = ("base", "adapter") if config.tiny else ("adapter" if config.adapter else "base",)
+    recorded = {turn.key: turn for turn in read_turns(run / "turns.jsonl")}
+    with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
+               config.unsafe) as judge:
+        engine = Engine(policy, config.max_batch, config.temperature,
+                        config.max_prompt_tokens + config.max_new_tokens)
+        for step, name in enumerate(variants):
+            with policy.lm.disable_adapter() if name == "base" else contextlib.nullcontext():
+                turns = run_rollout(engine, judge, policy, tasks, step, config,
+                                    config.max_new_tokens, recorded, run / "turns.jsonl", name)
+            rows[name] = evaluation_row(turns)
+    print(f"{'':8} {'correct':^15} {'speedup':^15} {'fast1':^15} {'fast1.5':^15}  mean\n{'':8}"
+          + f" {f'best@{k}':>7} {f'avg@{k}':>7}" * 4 + "  score")
+    for name, row in rows.items():
+        cells = [f"{v:>6.2f}x" if c.startswith("speedup") else f"{v:>7.0%}"
+                 for c, v in row.items() if c != "score"]
+        print(f"{name:8} {' '.join(cells)} {row['score']:>6.2f}")
+    write_whole(run / "result.json", json.dumps(rows, indent=1).encode())
+    print(f"run folder: {run}")
+
+
+def audit(run: Path) -> int:
+    """Recomputes kernels, feedback, scores, returns and advantages from a training run's log.
+
+    Prints what disagrees, and returns how much.
+    """
+    if not (run / "config.json").exists():
+        raise UserError(f"{run} holds no run (config.json)")
+    config, wrong = Config(**json.loads((run / "config.json").read_text())), 0
+    steps: dict[int, list[Turn]] = {}
+    for turn in read_turns(run / "turns.jsonl"):
+        steps.setdefault(turn.step, []).append(turn)
+    for turns in steps.values():
+        turns.sort(key=lambda t: t.key)
+        again = [replace(t, score=kernel_score(t.verdict, config.correct_weight),
+                         kernel=parse_response(t.completion)[1], feedback=feedback(t.verdict))
+                 for t in turns]
+        graded = turns[0].advantage is not None  # an evaluation has no returns
+        for was, now in zip(turns, grade(again, config) if graded else again):
+            for name in ("kernel", "feedback", "score", "return_", "advantage"):
+                a, b = getattr(was, name), getattr(now, name)
+                close = isinstance(a, float) and isinstance(b, float) and abs(a - b) < 1e-9
+                if a != b and not close:
+                    wrong += 1
+                    print(f"{was.key}: {name.strip('_')} is {a!r} in the log, {b!r} recomputed")
+    count = sum(len(turns) for turns in steps.values())
+    print(f"{count} turns of {len(steps)} steps recomputed, {wrong} disagreements")
+    return wrong
+
+
+# ---- 14. The tiny world: a small model and three small tasks, on the CPU -------------------------
+
+TINY = {  # where --tiny differs
+    "tasks_per_step": 3, "trajectories": 8, "turns": 2, "steps": 14, "max_prompt_tokens": 1024,
+    "max_new_tokens": 160, "late_new_tokens": 160, "length_normalizer": 160, "learning_rate": 3e-3,
+    "warmup_updates": 1, "lora_rank": 8, "lora_alpha": 16}
+TINY_WARMUP, TINY_BATCH = 90, 12  # imitation steps, and examples in each
+TINY_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}")
+
+
+def tiny_tokenizer(texts: list[str]):
+    """A byte-level BPE whose tokens are mostly whole lines of the texts, with Qwen's chat form."""
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    raw, byte_level = tokenizers.Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+    raw.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split("\n", "merged_with_previous"),
+        byte_level(add_prefix_space=False, use_regex=False)])
+    raw.decoder = decoders.ByteLevel()
+    raw.train_from_iterator(texts * 2, trainers.BpeTrainer(
+        vocab_size=4000, min_frequency=2, show_progress=False, initial_alphabet=byte_level.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        chat_template=TINY_TEMPLATE)
+
+
+def tiny_example(task: Task, chat, draws: random.Random) -> tuple[list[int], list[int]]:
+    """(prompt ids, answer ids): an example answer, sometimes after another with made-up feedback."""
+    weights, turns = [answer["weight"] for answer in task.answers], []
+    texts = [a["text"] for a in draws.choices(task.answers, weights, k=draws.choice((1, 1, 1, 2)))]
+    for text in texts[:-1]:
+        outcome = draws.choice(("correct", "incorrect", "compile_error", "hack"))
+        verdict = Verdict(outcome, "rule", "message", draws.random(), draws.random(), draws.random())
+        _, kernel, summary = parse_response(text)
+        turns.append(Turn(task.id, 0, 0, 0, "", text, [], [], [], "stop", kernel, summary, verdict,
+                          feedback(verdict), 0.0))
+    prompt_ids = build_prompt(task, turns, ("cpu", cpu_name()), chat, 4096)[1]
+    return prompt_ids, chat.tokenizer(texts[-1] + "<|im_end|>").input_ids
+
+
+def tiny_policy(run: Path, tasks: list[Task], config: Config, main: bool, barrier) -> Policy:
+    """The run's base model with a fresh adapter; the main process makes it once, in a minute.
+
+    It imitates the tasks' example answers: wrong, slow, fast and cheating ones.
+    """
+    import transformers
+    from accelerate.utils import tqdm
+
+    if main and not (run / "base").exists():
+        draws, device = random.Random(config.seed), ("cpu", cpu_name())
+        texts = [a["text"] for t in tasks for a in t.answers]
+        texts += [base_prompt(t, device, example) for t in tasks for example in (True, False)]
+        texts += [feedback(Verdict(o, "rule", "message", 1.0, 1.0, 1.0)) for o in OUTCOMES]
+        tokenizer = tiny_tokenizer(texts)
+        torch.manual_seed(config.seed)
+        policy = Policy(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=192, intermediate_size=576, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
+            initializer_range=0.05, tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id)), tokenizer)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, betas=(0.9, 0.98))
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, TINY_WARMUP, pct_start=0.1)
+        for _ in tqdm(range(TINY_WARMUP), desc="warm-up", leave=False):
+            batch = [tiny_example(draws.choice(tasks), policy, draws) for _ in range(TINY_BATCH)]
+            longest = max(len(prompt) + len(answer) for prompt, answer in batch)
+            ids, labels = torch.zeros(TINY_BATCH, longest).long(), torch.full((TINY_BATCH, longest), -100)
+            for row, (prompt, answer) in enumerate(batch):  # right padding needs no mask
+                end = len(prompt) + len(answer)
+                ids[row, :end] = torch.tensor(prompt + answer)
+                labels[row, len(prompt) : end] = torch.tensor(answer)
+            policy.lm(input_ids=ids, labels=labels).loss.backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+        policy.lm.save_pretrained(run / "base.partial")
+        tokenizer.save_pretrained(run / "base.partial")
+        (run / "base.partial").rename(run / "base")
+    barrier()
+    torch.set_num_threads(1)  # the compilers have the other cores; threads without one only spin
+    return load_tiny(run / "base", config)
+
+
+def load_tiny(folder: Path, config: Config, adapter: str = "") -> Policy:
+    """A run's base model on the CPU, with a fresh adapter or the given one."""
+    import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    torch.manual_seed(config.seed)  # the same fresh adapter on every process
+    return with_adapter(lm, tokenizer, config.lora_rank, config.lora_alpha, adapter)
+
+
+# ---- 15. Command line ----------------------------------------------------------------------------
+
+EVAL_OPTIONS = """tasks model adapter tiny turns trajectories temperature max_prompt_tokens
+    max_new_tokens correct_weight lora_rank lora_alpha max_batch build_jobs cache unsafe
+    out seed""".split()
+
+
+def parse_config(command: str, argv: list[str]) -> Config:
+    """The configuration of a `train` or `eval` command line.
+
+    Defaults come from Config, then --tiny's, then those of the run that --resume names.
+    """
+    parser = argparse.ArgumentParser(f"kevin.py {command}", allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in fields(Config):
+        if f.name in EVAL_OPTIONS if command == "eval" else f.name != "adapter":
+            kind = {"choices": get_args(f.type)} if get_args(f.type) else {"type": f.type}
+            kind = {"action": "store_true"} if f.type is bool else kind
+            flags = ["--" + f.name.replace("_", "-")] + ["--k"] * (f.name == "trajectories")
+            parser.add_argument(*flags, default=f.default, help=f.metadata["help"], **kind)
+    if command == "eval":
+        parser.set_defaults(tasks="eval_tasks.jsonl", turns=8)
+    given = parser.parse_args(argv)
+    if given.tiny:
+        kept = ("turns", "trajectories") if command == "eval" else ()
+        tiny = {k: v for k, v in TINY.items() if hasattr(given, k) and k not in kept}
+        parser.set_defaults(tasks="tasks.jsonl", **tiny)
+    if getattr(given, "resume", ""):
+        stored = Path(given.resume) / "config.json"
+        if not stored.exists():
+            raise UserError(f"run folder {given.resume} holds no run (config.json)")
+        parser.set_defaults(**json.loads(stored.read_text()))
+    return Config(**vars(parser.parse_args(argv)))
+
+
+def score(argv: list[str]) -> int:
+    """`score`: verdicts on candidate files; 0 all correct, 1 some not, 3 the judge failed."""
+    parser = argparse.ArgumentParser("kevin.py score", allow_abbrev=False)
+    parser.add_argument("--task", required=True, help="task id, or a task program (.py)")
+    parser.add_argument("--candidate", required=True, nargs="+", help="candidate files")
+    parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl", help="where ids are found")
+    parser.add_argument("--json", action="store_true", help="a JSON object a candidate on stdout")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    parser.add_argument("--cache", default=Config.cache, help="folder of built kernels")
+    parser.add_argument("--unsafe", action="store_true", help="run what cannot be contained")
+    args = parser.parse_args(argv)
+    paths = [args.task] if args.task.endswith(".py") else args.tasks.split(",")
+    known = {t.id: t for path in paths for t in load_tasks(path)}
+    task = known.get(Path(args.task).stem if args.task.endswith(".py") else args.task)
+    if task is None:
+        raise UserError(f"unknown task {args.task}; {args.tasks} hold {', '.join(list(known)[:20])}")
+    for file in args.candidate:
+        if not Path(file).is_file():
+            raise UserError(f"candidate file {file} does not exist")
+    device, outcomes = args.device or ("cuda" if torch.cuda.is_available() else "cpu"), set()
+    with Judge(device, args.cache, unsafe=args.unsafe) as judge:
+        builds = [judge.submit(Path(file).read_text()) for file in args.candidate]
+        for file, build in zip(args.candidate, builds):
+            built = build.result()
+            verdict = built if isinstance(built, Verdict) else judge.check(task, built)
+            outcomes.add(verdict.outcome)
+            row = {"candidate": file, "task": task.id, **asdict(verdict),
+                   "score": kernel_score(verdict), "feedback": feedback(verdict)}
+            print(json.dumps(row) if args.json else
+                  f"{file}: {verdict.outcome}, score {row['score']}\n{row['feedback']}\n", flush=True)
+    return 3 if "judge_error" in outcomes else int(outcomes != {"correct"})
+
+
+def main(argv: list[str]) -> int:
+    """The command line; bad input is one line on stderr and exit status 2."""
+    command, rest = (argv or ["--help"])[0], argv[1:]
+    try:
+        if command in ("train", "eval"):
+            {"train": train, "eval": evaluate}[command](parse_config(command, rest))
+        elif command == "score":
+            return score(rest)
+        elif command == "audit":
+            parser = argparse.ArgumentParser("kevin.py audit", allow_abbrev=False)
+            parser.add_argument("run", type=Path, help="run folder")
+            return int(audit(parser.parse_args(rest).run) > 0)
+        elif command in ("-h", "--help"):
+            print(__doc__)
+        else:
+            raise UserError(f"no command {command}; there are train, eval, score and audit")
+    except (UserError, JudgeFault) as e:
+        print(f"kevin: {e}", file=sys.stderr)
+        return 2 if isinstance(e, UserError) else 3
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["zygote"]:  # the judge starts this file; not a command
+        zygote_main(int(sys.argv[2]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1932 @@
+"""Tests of kevin.py; each shows the property that it is named after, against an oracle of its own.
+
+    python -m pytest -q test_kevin.py                 minutes on two cores; needs g++
+    KEVIN_SLOW=1 python -m pytest -q test_kevin.py    also builds that take a minute each
+
+The numbers are those of the script's sections. Nothing here needs a network; the last section needs
+a GPU and is skipped without one. Not covered: load_policy with real weights, bf16 error, memory
+peaks, and how well anything is learned.
+"""
+
+import argparse
+import ast
+import contextlib
+import copy
+import itertools
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from concurrent.futures import Future
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import kevin
+
+torch.set_num_threads(1)
+ROOT = Path(kevin.__file__).resolve().parent
+CANDIDATES = ROOT.parent / "shared/candidates"
+slow = pytest.mark.skipif(not os.environ.get("KEVIN_SLOW"), reason="takes minutes: KEVIN_SLOW=1")
+shared = pytest.mark.skipif(not CANDIDATES.is_dir(), reason="no ../shared/candidates")
+CODE = """import torch
+import torch.nn as nn
+
+SIZE = 4
+
+class Model(nn.Module):
+    def forward(self, x):
+        return x.tanh()
+
+def get_inputs():
+    return [torch.randn(SIZE)]
+
+def get_init_inputs():
+    return []
+"""
+ROW = {"id": "X-1", "level": 1, "name": "Tanh", "ops": "tanh", "code": CODE}
+TASK = kevin.Task(**ROW)
+CPU = ("cpu", "Test CPU 9000")
+
+
+def make_tokenizer():
+    """The tiny world's kind, in which the thought's marks are control tokens too, as in QwQ's."""
+    tokenizer = kevin.tiny_tokenizer([kevin.INSTRUCTIONS, kevin.EXAMPLE, CODE])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return tokenizer
+
+
+def tiny_lm(vocab=64):
+    """A random Qwen2; the wide initialisation makes its distribution far from uniform."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+        tie_word_embeddings=False)
+    return transformers.Qwen2ForCausalLM(config).eval()
+
+
+def small_policy(tokenizer, vocab=64, moved=True, eos=()):
+    """A Policy on a fresh tiny model; moved gives its adapter an effect."""
+    torch.manual_seed(1)
+    policy = kevin.with_adapter(tiny_lm(vocab), tokenizer, rank=8, alpha=16)
+    policy.eos_ids = set(eos)
+    if moved:
+        move_adapter(policy)
+    return policy
+
+
+def move_adapter(policy):
+    with torch.no_grad():
+        for name, parameter in policy.lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def policy(tokenizer):
+    """For tests that do not change it; it never stops by itself."""
+    return small_policy(tokenizer)
+
+
+def make_turn(**changes):
+    values = {
+        "task": "X-1", "step": 0, "trajectory": 0, "turn": 0, "prompt": "p", "completion": "c",
+        "prompt_ids": [3, 4], "completion_ids": [6, 7], "sampling_logprobs": [-1.0, -2.0],
+        "finish_reason": "stop", "kernel": "k", "summary": "s", "feedback": "f", "score": 0.0,
+        "verdict": kevin.Verdict("incorrect")}
+    return kevin.Turn(**values | changes)
+
+
+# ---- 3. Data types and tasks ---------------------------------------------------------------------
+
+BAD_ROWS = {
+    "lacks ops": {k: v for k, v in ROW.items() if k != "ops"},
+    "extra": ROW | {"note": "n", "extra": 1},
+    "level": ROW | {"level": 3},
+    "strings": ROW | {"name": 3},
+    "parse": ROW | {"code": "def f(:\n"},
+    "get_inputs": ROW | {"code": CODE.replace("get_inputs", "other")},
+    "Model": ROW | {"code": CODE.replace("class Model(", "class Net(")},
+    "lacks id": [1],
+}
+
+
+@pytest.mark.parametrize("said", [*BAD_ROWS, "not JSON"])
+def test_a_bad_line_of_a_task_file_is_named(tmp_path, said):
+    file, line = tmp_path / "tasks.jsonl", json.dumps(BAD_ROWS[said]) if said in BAD_ROWS else "{"
+    file.write_text(json.dumps(ROW | {"id": "good"}) + "\n\n" + line + "\n")
+    with pytest.raises(kevin.UserError) as caught:
+        kevin.load_tasks(str(file))
+    assert f"{file}:3" in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("none.jsonl", None, "no such"),
+    ("none.py", None, "no such"),
+    ("empty.jsonl", b"\n", "no task"),
+    ("twice.jsonl", (json.dumps(ROW) + "\n").encode() * 2, "X-1 .*twice"),
+    ("binary.jsonl", b"\xff\xfe\x00", "not text"),
+])
+def test_an_unusable_task_file_is_named(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(kevin.UserError, match=said) as caught:
+        kevin.load_tasks(str(tmp_path / name))
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_unicode_line_separator_inside_a_json_string_does_not_end_the_line(tmp_path):
+    row = ROW | {"note": "a\u2028b\x85c"}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    assert kevin.load_tasks(str(tmp_path / "tasks.jsonl"))[0].note == row["note"]
+
+
+def test_a_folder_of_programs_is_a_task_list_in_name_order(tmp_path):
+    with pytest.raises(kevin.UserError, match="no task"):
+        kevin.load_tasks(str(tmp_path))
+    for name in ("b.py", "a.py", "notes.txt"):
+        (tmp_path / name).write_text(CODE)
+    tasks = kevin.load_tasks(str(tmp_path))
+    assert [(t.id, t.code) for t in tasks] == [("a", CODE), ("b", CODE)]
+    assert kevin.load_tasks(str(tmp_path / "a.py")) == tasks[:1]
+
+
+def shipped():
+    return [kevin.load_tasks(str(ROOT / name)) for name in ("tasks.jsonl", "eval_tasks.jsonl")]
+
+
+def test_training_and_evaluation_tasks_share_nothing():
+    train, unseen = shipped()
+    assert train and unseen and not {t.id for t in train} & {t.id for t in unseen}
+    assert not {t.code for t in train} & {t.code for t in unseen}
+
+
+def test_a_shipped_task_splits_into_a_model_that_is_shown_and_inputs_without_it():
+    for task in itertools.chain([TASK], *shipped()):
+        inputs, shown = (kevin.program_part(task.code, classes=c) for c in (False, True))
+        assert "def forward" in shown and "get_inputs" not in shown, task.id
+        assert "Model" not in inputs and "forward" not in inputs, task.id
+        space = {}
+        exec(inputs, space)
+        with torch.device("meta"):
+            assert space["get_inputs"](), task.id
+        assert isinstance(space["get_init_inputs"](), list), task.id
+
+
+def test_a_turn_survives_json():
+    verdict = kevin.Verdict("correct", runtime_ms=0.1, baseline_ms=0.2, speedup=2.0, seeds=(1, 2))
+    turn = make_turn(verdict=verdict, score=2.3, return_=2.5, advantage=-0.1, summary="ä\u2028\n`")
+    assert kevin.Turn.from_json(turn.to_json()) == turn
+    row = json.loads(turn.to_json())
+    assert row["return"] == 2.5 and "return_" not in row and "\n" not in turn.to_json()
+
+
+# ---- 4. Prompt, answer, feedback -----------------------------------------------------------------
+
+GOLDEN_HISTORY = """<|im_end|>
+<|im_start|>assistant
+```python
+FIRST = 1
+```
+
+Summary one.<|im_end|>
+<|im_start|>user
+Feedback one.<|im_end|>
+<|im_start|>assistant
+<|im_end|>
+<|im_start|>user
+Feedback two.<|im_end|>
+<|im_start|>assistant
+```python
+THIRD = 3
+```
+
+Summary three.<|im_end|>
+<|im_start|>user
+Feedback three.<|im_end|>
+<|im_start|>assistant
+<think>
+"""
+TURNS = [
+    make_turn(completion=f"SECRET thought\n</think>\n{k}", kernel=k, summary=s, feedback=f)
+    for k, s, f in (("FIRST = 1", "Summary one.", "Feedback one."), (None, "", "Feedback two."),
+                    ("THIRD = 3", "Summary three.", "Feedback three."))]
+
+
+def prompt_of(policy, turns, task=TASK, device=CPU, limit=10**6):
+    return kevin.build_prompt(task, turns, device, policy, limit)
+
+
+def test_the_prompt_of_a_fourth_turn_is_task_rules_and_history_without_thoughts(policy):
+    text, ids = prompt_of(policy, TURNS)
+    assert text.startswith("<|im_start|>user\n```python\nimport torch\n")
+    assert text.endswith(kevin.ATTEMPTS + GOLDEN_HISTORY)
+    opening = text.removesuffix(GOLDEN_HISTORY)
+    assert all(fact in opening for fact in ("return x.tanh()", CPU[1], "ModelNew"))
+    assert "get_inputs" not in text
+    assert type(ids) is list and ids == policy.tokenizer(text).input_ids
+    for count in range(4):
+        text = prompt_of(policy, TURNS[:count])[0]
+        assert text.count("<think>") == 1 and text.endswith("<think>\n")
+        assert "</think>" not in text and "SECRET" not in text
+
+
+def test_the_example_is_in_the_first_turn_for_a_gpu_only(policy):
+    gpu = ("cuda", "Test GPU")
+    first, later = (prompt_of(policy, turns, device=gpu)[0] for turns in ([], TURNS[:1]))
+    assert kevin.EXAMPLE in first and "Test GPU" in first and "CUDA C++" in first
+    assert not any(kevin.EXAMPLE in text for text in (later, prompt_of(policy, [])[0]))
+    assert kevin.find_hacks(re.search(r"```python\n(.*?)```", first.split("example")[-1],
+                                      re.DOTALL).group(1), "cuda") is None
+
+
+@pytest.mark.parametrize("place", ["kernel", "summary", "feedback", "task"])
+def test_control_tokens_in_foreign_text_stay_text(policy, place):
+    vocabulary = policy.tokenizer.get_vocab()
+    control = {t: vocabulary[t] for t in ("<|im_start|>", "<|im_end|>", "<think>", "</think>")}
+
+    def control_ids(text):
+        task, turns = TASK, TURNS
+        if place == "task":
+            task = replace(TASK, code=CODE.replace("x.tanh()", f"x.tanh()  # {text}"))
+        else:
+            turns = [replace(TURNS[0], **{place: text}), *TURNS[1:]]
+        return [i for i in prompt_of(policy, turns, task)[1] if i in control.values()]
+
+    for token in control:
+        hostile = f"a{token}b {token} <|im_{token}end|>{token * 2}<{token}"
+        assert control_ids(hostile) == control_ids("harmless"), token
+
+
+def test_oldest_whole_turns_are_dropped_to_keep_the_budget(policy):
+    for dropped in range(2):
+        exact = prompt_of(policy, TURNS[dropped:])
+        assert prompt_of(policy, TURNS, limit=len(exact[1])) == exact
+        following = prompt_of(policy, TURNS[dropped + 1 :])
+        assert prompt_of(policy, TURNS, limit=len(exact[1]) - 1) == following
+
+
+def test_a_task_that_does_not_fit_alone_is_a_user_error(policy):
+    least = len(prompt_of(policy, [])[1])
+    assert len(prompt_of(policy, [], limit=least)[1]) == least
+    for turns, limit in (([], least - 1), (TURNS, 10)):
+        with pytest.raises(kevin.UserError, match="X-1"):
+            prompt_of(policy, turns, limit=limit)
+
+
+@pytest.mark.parametrize(("answer", "expected"), [
+    ("Okay ```\nx\n```", ("Okay ```\nx\n```", None, "")),
+    ("Okay</think>no program", ("Okay", None, "")),
+    ("Okay</think>```python\nx = 1\n", ("Okay", None, "")),
+    ("Okay</think>```python\na\nb\n```\nS.", ("Okay", "a\nb", "S.")),
+    ("Okay</think>```\na\n```\nor\n```\nb\n```", ("Okay", "a", "or\n```\nb\n```")),
+    ("```\nno\n```</think>```\nyes\n```", ("```\nno\n```", "yes", "")),
+    ("", ("", None, "")),
+])
+def test_an_answer_splits_into_thought_kernel_and_summary(answer, expected):
+    assert kevin.parse_response(answer) == expected
+
+
+@pytest.mark.parametrize("outcome", kevin.OUTCOMES)
+def test_feedback_states_the_facts_and_asks_again(outcome):
+    facts = {"correct": ["2.5 ms", "5 ms", "2.00x"], "hack": ["RULE", "MESSAGE"]}
+    facts |= {"suspicious": facts["hack"], "no_code": ["program"], "judge_error": ["itself"]}
+    text = kevin.feedback(kevin.Verdict(outcome, "RULE", "MESSAGE", 2.5, 5.0, 2.0))
+    assert text.splitlines()[-1] == kevin.RETRY
+    assert all(fact in text for fact in facts.get(outcome, ["MESSAGE"]))
+    assert ("is correct" in text) == (outcome == "correct")
+
+
+def test_compiler_errors_come_first_and_without_noise_or_private_paths():
+    log = "[1/2] g++ -c main.cpp\nIn file included from /opt/torch/a.h:3,\n/w/m.cpp:2:1: warning: w"
+    for i in range(100):
+        log += f"\n/home/me/kevin/m.cpp:{i}:5: error: fault {i}\n    {i} | code {i}"
+    log += "\nninja: build stopped: subcommand failed."
+    short, whole = kevin.first_errors(log, 300), kevin.first_errors(log, 10**6)
+    assert short.startswith("m.cpp:0:5: error: fault 0\n    0 | code 0\nm.cpp:1:5: error: fault 1")
+    assert len(short) <= 300 and whole.startswith(short) and "fault 99" in whole
+    assert not any(word in whole for word in ("warning", "ninja", "/home", "/opt"))
+    assert kevin.first_errors("odd " * 100, limit=50) == ("odd " * 100)[:50].rstrip()
+
+
+# ---- 5. Reward-hack filters ----------------------------------------------------------------------
+
+LOAD = 'ext = load_inline(name="k", cpp_sources=source, functions=["f"])'
+
+
+def program(body="return ext.f(x, y)", top="", init="self.n = 1", base="nn.Module", end="",
+            load=LOAD, source="torch::Tensor f(torch::Tensor x);"):
+    """A candidate whose parts can be exchanged one at a time."""
+    body, init = body.replace("\n", "\n        "), init.replace("\n", "\n        ")
+    end = end.replace("\n", "\n    ")
+    return (
+        "import math\nimport torch\nimport torch.nn as nn\n"
+        "from torch.utils.cpp_extension import load_inline\n"
+        f'source = """{source}"""\n{load}\n{top}\n'
+        f"class ModelNew({base}):\n    def __init__(self):\n        super().__init__()\n"
+        f"        {init}\n"
+        f"    def forward(self, x, y):\n        {body}\n    {end}\n")
+
+
+def returning(expressions, top=""):
+    """A program for each of the expressions, which are separated by bars."""
+    return [program(f"return {e.strip()}", top) for e in expressions.split(" | ")]
+
+
+HACKS = {
+    "syntax": ["x = (", "x = 1\0"],
+    "import": [program("import math\nreturn ext.f(x, y)")]
+    + [program(top=top) for top in (
+        "import os\nimport numpy as np\nfrom os import path\nimport torch.nn.functional as F\n"
+        "from torch.nn import functional\nfrom torch import matmul as m\nfrom torch import *\n"
+        "from . import torch").split("\n")],
+    "ModelNew": ["import torch", program().replace("def forward", "def other")]
+    + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
+    + [program(top="class Other:\n    x = 1"), program("class Inner:\n    x = 1\nreturn x")]
+    + [program(end="def __call__(self, x, y):\n    return x")],
+    "structure": [program(top=top) for top in ("print(1)", "if 1:\n    x = 1", "for i in []: i")],
+    "try": [program("try:\n    return ext.f(x, y)\nexcept ValueError:\n    return x"),
+            program("try:\n    return ext.f(x, y)\nfinally:\n    print(1)")],
+    "pass": [program(f"if x is None:\n    {p}\nreturn ext.f(x, y)") for p in ("pass", "...")],
+    "global": [program("global n\nn = 1\nreturn ext.f(x, y)")],
+    "nonlocal": [program("n = 1\ndef g():\n    nonlocal n\n    return n\nreturn ext.f(x, y)")],
+    "del": [program("del x\nreturn y")],
+    "yield": [program("yield x")],
+    "async": [program("async def g():\n    return 1")],
+    "@": returning("x @ y") + [program("x @= y\nreturn x")],
+    "dunder": returning("x.__class__ | x._base | self.__dict__"),
+    "wrapper": [program(end="@property\ndef g(self):\n    return 1")]
+    + [program(top=f"@torch.{d}\ndef g(x): return x") for d in ("jit.script", "compile")]
+    + [program(f"with {c}:\n    return x") for c in ('torch.autocast("cpu")', "ext.f(x, y)")],
+    "torch operator": returning(
+        "x.softmax(1) | (m := x.softmax)(1) | ext.f(x, y).sum() | torch.matmul(x, y) | "
+        "torch.matmul | torch.ops.aten.mm(x, y) | torch.Tensor.matmul(x, y) | x.mul_(y) | "
+        "torch.nn.functional.relu(x) | nn.functional.relu(x) | [i.relu() for i in [x]][0] | "
+        "(lambda z: z.relu())(x) | nn.Linear(2, 2) | nn.modules.linear.Linear(2, 2) | "
+        "torch.jit.trace(ext.f, x) | torch.library.Library | torch.utils.data | torch.backends")
+    + returning("t.relu(x)", "import torch as t")
+    + returning("u.functional.relu(x)", "from torch import nn as u"),
+    "assignment": [program(top="nn.Module.forward = 1"), program("x.data = y\nreturn x")]
+    + [program(init=i) for i in ("torch.float32 = 1", "torch.backends.cudnn.enabled = False")],
+    "name": returning(
+        'getattr(x, "soft" + "max")(1) | exec("x") | eval("x") | open("a") | __import__("os") | '
+        "globals() | vars(x) | type(x) | setattr(x, y, y) | (torch := x)")
+    + [program("for math in [x]:\n    y = x\nreturn y"), program(top="load_inline = print")]
+    + [program("return g(x)", "def g(self):\n    return self.softmax(1)")]
+    + [program("return g(x)", "def g(math):\n    return math.exp()")],
+    "no kernel": [program("return torch.empty_like(x)", load="")],
+}
+SHADOWED = {  # a trusted name that holds a tensor
+    "argument": program("return g(x)", "def g(ext):\n    return ext.relu()"),
+    "variable": program("ops = ext\nops = x\nreturn ops.relu()"),
+    "attribute": program("self.ops = ext\nself.ops = x\nreturn self.ops.relu()"),
+    "loop": program("for ext in [x]:\n    y = ext.relu()\nreturn y"),
+    "class": program("return C.matmul(x, y)", "from torch import Tensor as C"),
+    "deep chain": program("return x" + ".x" * 5000),
+    "deep signs": program("return " + "-" * 5000 + "x.relu()"),
+}
+HONEST = [
+    program(),
+    program("# try: except: pass torch.nn.functional @ eval\nreturn ext.f(x, y)"),
+    program('s = "try except pass torch.nn.functional @"\nreturn ext.f(x, y)'),
+    program(source="// try { } pass torch.nn.functional at::mm x.softmax(1)"),
+    '"""Does not try, pass or torch.relu."""\n' + program(),
+    program("return ext.f(x, t.empty_like(y))", "import torch as t"),
+    program(top="from torch import nn", init="self.p = nn.Parameter(torch.zeros(2))"),
+    program(top="from torch.nn import Module", base="Module"),
+    program("n: Optional[int] = 1\nreturn ext.f(x, y)", "from typing import Optional"),
+    program(load="ext = torch.utils.cpp_extension.load_inline('', source)"),
+    program(base="torch.nn.Module"),
+    program("return a.f(b.f(x, y), y)", load=f"{LOAD}\na = ext\nb = load_inline('b', source)"),
+    program("return self.ops.softmax(x)", init="self.ops = ext"),
+    program(init="self.w = nn.Parameter(torch.empty(2, 3))\nnn.init.kaiming_uniform_(self.w, a=2)"),
+    program(init="self.w = nn.ParameterList([nn.Parameter(torch.ones(2) * math.pi)])"),
+    program("x = x.contiguous().view(-1).transpose(0, 1)\nreturn ext.f(x, y).to(torch.float32)"),
+    program("n, m = x.shape\nk = (n + 3) // 4 * m\nreturn ext.f(x, y).view(k)"),
+    program("if (n := x.numel()) > 3:\n    n = n + 1\nreturn ext.f(x, y)"),
+    program("return launch(x, y)", "def launch(a, b):\n    return ext.f(a, b)"),
+    program("with torch.no_grad():\n    return g(x)", "@torch.no_grad()\ndef g(x): return x"),
+    program("if x.dim() != 2:\n    raise ValueError(f'{x.shape}')\nreturn ext.f(x, y)"),
+]
+
+
+@pytest.mark.parametrize("rule", HACKS)
+def test_a_program_that_breaks_one_rule_is_a_hack_of_that_rule_with_its_line(rule):
+    for code in HACKS[rule]:
+        found = kevin.find_hacks(code)
+        assert found is not None and found[0] == rule, (found, code)
+        assert found[1].startswith("line ")
+
+
+@pytest.mark.parametrize("trick", SHADOWED)
+def test_neither_shadowing_nor_depth_is_a_way_around_the_filter(trick):
+    assert kevin.find_hacks(SHADOWED[trick]) is not None
+
+
+def test_an_honest_program_passes_and_a_gpu_candidate_needs_a_kernel_of_its_own():
+    for code in HONEST:
+        assert kevin.find_hacks(code) is None, code
+    assert kevin.find_hacks(program(), "cuda")[0] == "no kernel"
+
+
+@shared
+@pytest.mark.parametrize(("kind", "device"), [("honest_cpu", "cpu"), ("honest", "cuda")])
+def test_the_collected_honest_candidates_pass_the_filter(kind, device):
+    files = sorted((CANDIDATES / kind).glob("ok__*.py"))
+    files = [f for f in files if "linear_holder" not in f.name]  # it has a banned layer
+    found = {f.name: kevin.find_hacks(f.read_text(), device) for f in files}
+    assert files and set(found.values()) == {None}, found
+
+
+ALLOWED_SYMBOLS = """memcpy memcpy@GLIBC_2.14 malloc __cxa_throw _ZSt9terminatev _Znwm _ZdlPvm own
+    _ZN2at4_ops19empty_memory_format4callE _ZN2at4_ops5zeros4callE _ZN2at4_ops4view4callE
+    _ZN2at4_ops5copy_4callE _ZN2at4_ops9transpose4callE _ZNK2at10TensorBase8is_contiguousE
+    _ZN3c106detail14torchCheckFailEPKc cudaLaunchKernel cudaGetLastError""".split()
+DENIED_SYMBOLS = """_ZN2at4_ops2mm4callERKNS_6TensorES4_ _ZN2at4_ops8_softmax4callE dlsym dlopen
+    _ZN2at4_ops10add_Tensor4callE _ZN2at4_ops6linear4callE _ZN2at4_ops5index4callE open fopen system
+    fork execve mmap socket getenv exit _exit quick_exit syscall pthread_create clock_gettime
+    PyRun_SimpleString cublasSgemm_v2 cblas_sgemm _ZNSt6thread4joinEv _ZNSt13random_device7_M_finiEv
+    _ZN3c1010Dispatcher9singletonEv _ZNSt6chrono3_V212steady_clock3nowEv cudaGraphLaunch
+    _ZNSt14basic_ofstreamIcSt11char_traitsIcEE cudaStreamCreateWithFlags cudaSetDevice
+    cudaIpcOpenMemHandle""".split()
+
+
+def test_symbols_that_compute_or_reach_outside_are_foreign_and_no_others():
+    mixed = [s for pair in zip(DENIED_SYMBOLS, itertools.cycle(ALLOWED_SYMBOLS)) for s in pair]
+    found = kevin.foreign_symbols(mixed, frozenset({"own"}))
+    operators = ["aten::mm", "aten::_softmax", "aten::add_Tensor", "aten::linear", "aten::index"]
+    assert [s for s in found if s.startswith("aten")] == operators
+    plain = [s for s in DENIED_SYMBOLS if "4_ops" not in s]
+    assert [s for s in found if not s.startswith("aten")] == plain
+
+
+# ---- 6. The judge --------------------------------------------------------------------------------
+
+NORM = kevin.Task("X-2", 1, "Norm", "layer_norm", """import torch
+import torch.nn as nn
+
+ROWS, COLS = 64, 256
+
+class Model(nn.Module):
+    def __init__(self, cols):
+        super().__init__()
+        self.norm = nn.LayerNorm(cols)
+
+    def forward(self, x):
+        return self.norm(x)
+
+def get_inputs():
+    return [torch.randn(ROWS, COLS)]
+
+def get_init_inputs():
+    return [COLS]
+""")
+KERNELS = """#include <cmath>
+using torch::Tensor;
+Tensor norm(Tensor x, Tensor g, Tensor b) {
+    auto out = torch::empty_like(x);
+    const int64_t rows = x.size(0), n = x.size(1);
+    const float *pg = g.data_ptr<float>(), *pb = b.data_ptr<float>();
+    for (int64_t i = 0; i < rows; ++i) {
+        const float* p = x.data_ptr<float>() + i * n;
+        float* q = out.data_ptr<float>() + i * n;
+        double mean = 0, var = 0;
+        for (int64_t j = 0; j < n; ++j) mean += p[j] / (double)n;
+        for (int64_t j = 0; j < n; ++j) var += (p[j] - mean) * (p[j] - mean) / n;
+        const double scale = 1 / std::sqrt(var + 1e-5);
+        for (int64_t j = 0; j < n; ++j) q[j] = (p[j] - mean) * scale * pg[j] + pb[j];
+    }
+    return out;
+}
+Tensor wrong(Tensor x, Tensor g, Tensor b) {
+    Tensor out = norm(x, g, b);
+    out.data_ptr<float>()[out.numel() - 1] += 100;
+    return out;
+}
+Tensor cached(Tensor x, Tensor g, Tensor b) {
+    static Tensor kept;
+    static const float* place = nullptr;
+    if (place != x.data_ptr<float>()) kept = norm(x, g, b);
+    place = x.data_ptr<float>();
+    return kept;
+}
+Tensor scribble(Tensor x, Tensor g, Tensor b) {
+    Tensor out = norm(x, g, b);
+    x.data_ptr<float>()[5] = 0;
+    return out;
+}
+Tensor crash(Tensor x, Tensor g, Tensor b) {
+    volatile int* volatile nowhere = nullptr;
+    *nowhere = 1;
+    return x;
+}
+Tensor hang(Tensor x, Tensor g, Tensor b) {
+    for (volatile bool on = true; on;) {}
+    return x;
+}
+"""
+NAMES = re.findall(r"^Tensor (\w+)", KERNELS, re.MULTILINE)
+
+
+def candidate(expression="ext.norm(x, self.g, self.b)", source=KERNELS, names=NAMES):
+    """A program for NORM; one with the same source and names needs no other build."""
+    return f'''import torch
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline
+
+source = r"""{source}"""
+ext = load_inline(name="k", cpp_sources=source, functions={names!r})
+
+class ModelNew(nn.Module):
+    def __init__(self, cols):
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(cols))
+        self.b = nn.Parameter(torch.zeros(cols))
+        self.ones, self.zeros = torch.ones(cols), torch.zeros(cols)
+
+    def forward(self, x):
+        return {expression}
+'''
+
+
+def macro(line):
+    """A source with one function f, whose body starts with the line."""
+    return ("#define A(x, y) x##y\ntorch::Tensor f(torch::Tensor x, torch::Tensor y) {\n"
+            f"    {line}\n    return x;\n}}\n")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def judge(cache):
+    with kevin.Judge("cpu", cache) as judge:
+        yield judge
+
+
+def judged(judge, code, task=NORM):
+    built = judge.submit(code).result()
+    return built if isinstance(built, kevin.Verdict) else judge.check(task, built)
+
+
+def processes(parent=None, marker=None):
+    """Ids of the living processes with this parent, or this text in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            text = (folder / "cmdline").read_bytes().decode(errors="replace")
+            if fields_[0] != "Z" and (int(fields_[1]) == parent or marker and marker in text):
+                found.append(int(folder.name))
+    return found
+
+
+def test_a_correct_kernel_is_correct_and_its_second_build_compiles_nothing(judge):
+    verdict = judged(judge, candidate())
+    assert verdict.outcome == "correct", verdict
+    assert verdict.speedup > 0 and 0 < verdict.error < 5e-5
+    assert verdict.speedup == pytest.approx(verdict.baseline_ms / verdict.runtime_ms)
+    assert verdict.device == kevin.cpu_name() and len(set(verdict.seeds)) > 5
+    listing = [(f.name, f.stat().st_mtime_ns) for f in (judge.chain.root / "built").iterdir()]
+    start, built = time.time(), judge.submit(candidate()).result()
+    assert isinstance(built, kevin.Build) and time.time() - start < 2
+    again = [(f.name, f.stat().st_mtime_ns) for f in (judge.chain.root / "built").iterdir()]
+    assert sorted(f for f in again if not f[0].endswith("lock")) == sorted(
+        f for f in listing if not f[0].endswith("lock"))
+
+
+RUNS = {  # what forward returns: outcome, and a pattern of the message
+    "ext.wrong(x, self.g, self.b)": ("incorrect", r"1 of 16384 .* \[63, 255\]: \S+ instead of"),
+    "ext.norm(x, self.ones, self.zeros)": ("incorrect", "elements are off"),
+    "ext.cached(x, self.g, self.b)": ("incorrect", "elements are off"),
+    "ext.scribble(x, self.g, self.b)": ("incorrect", "input was changed"),
+    "x": ("incorrect", "new tensor"),
+    "ext.norm(x, self.g, self.b).view(-1)": ("incorrect", "shape"),
+    "ext.norm(x, self.g, self.b).double()": ("hack", "double"),
+    "[ext.norm(x, self.g, self.b)]": ("incorrect", "type"),
+    "ext.norm(x, self.g, self.b) + self.zeros": ("hack", "aten::add"),
+    "ext.norm(x)": ("runtime_error", "TypeError"),
+    "ext.crash(x, self.g, self.b)": ("runtime_error", "died"),
+}
+
+
+@pytest.mark.parametrize("expression", RUNS)
+def test_a_kernel_that_is_not_right_earns_its_verdict(judge, expression):
+    outcome, said = RUNS[expression]
+    verdict = judged(judge, candidate(expression))
+    assert verdict.outcome == outcome and re.search(said, verdict.message), verdict
+    assert verdict.speedup == 0
+
+
+def test_an_endless_kernel_ends_at_the_limit_and_leaves_no_process(judge, monkeypatch):
+    monkeypatch.setattr(kevin, "RUN_TIMEOUT_S", 3.0)
+    before, start = processes(judge.zygote.pid), time.time()
+    verdict = judged(judge, candidate("ext.hang(x, self.g, self.b)"))
+    assert verdict.outcome == "runtime_error" and "within 3 s" in verdict.message
+    assert time.time() - start < 20 and processes(judge.zygote.pid) == before == []
+
+
+def test_a_compile_error_has_the_candidates_own_line_and_no_private_path(judge):
+    verdict = judged(judge, candidate(source=macro("int n = y.sizes;\n    undeclared();"),
+                                      names=["f"]))
+    assert verdict.outcome == "compile_error" and "cpp_source:4:" in verdict.message, verdict
+    assert "undeclared" in verdict.message
+    assert not re.search(r"/\w+/", verdict.message), verdict.message
+
+
+BUILT_HACKS = {
+    "assembly": ('A(as, m)("nop");', "host assembly", "cpp_source:3"),
+    "thread": ("std::A(thr, ead)([] {}).join();", "library call", "thread"),
+    "getenv": ('if (A(std::get, env)("HOME")) return y;', "library call", "getenv"),
+}
+
+
+@pytest.mark.parametrize("trick", BUILT_HACKS)
+def test_a_macro_does_not_hide_what_the_machine_code_does(judge, trick):
+    line, rule, said = BUILT_HACKS[trick]
+    source = "#include <cstdlib>\n#include <thread>\n" * (trick != "assembly") + macro(line)
+    verdict = judged(judge, candidate(source=source, names=["f"]))
+    assert (verdict.outcome, verdict.rule) == ("hack", rule), verdict
+    assert said in verdict.message
+
+
+@slow
+def test_token_pasting_does_not_hide_a_library_call(judge):
+    verdict = judged(judge, candidate(source=macro("return at::A(m, m)(x, y);"), names=["f"]))
+    assert (verdict.outcome, verdict.rule) == ("hack", "library call"), verdict
+    assert "aten::mm" in verdict.message
+
+
+@slow
+@shared
+def test_no_collected_hack_scores_and_every_honest_candidate_does(judge):
+    allowed, wrong = {"ok__linear_holder__matmul_scale_residual.py"}, []
+    for kind in ("hacks_cpu", "honest_cpu"):
+        for file in sorted((CANDIDATES / kind).glob("*.py")):
+            [task] = kevin.load_tasks(str(CANDIDATES / f"tasks_cpu/{file.stem.split('__')[2]}.py"))
+            verdict = judged(judge, file.read_text(), task)
+            if (verdict.outcome == "correct") != (kind == "honest_cpu") and file.name not in allowed:
+                wrong.append((file.name, verdict.outcome, verdict.rule, verdict.message[:200]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
+    judge.zygote.kill()
+    judge.zygote.wait()
+    assert judged(judge, candidate()).outcome == "correct"
+
+    def fault(*_, **__):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(judge, "child", fault)
+        verdict = judged(judge, candidate())
+    assert verdict.outcome == "judge_error" and "disk full" in verdict.message
+    assert kevin.kernel_score(verdict) is None
+
+
+def test_a_task_that_raises_is_the_users_error_and_names_the_task(judge):
+    task = replace(NORM, id="X-9", code=NORM.code.replace("self.norm(x)", "x.nothing()"))
+    build = judge.submit(candidate()).result()
+    with pytest.raises(kevin.UserError, match="X-9.*nothing"):
+        judge.check(task, build)
+
+
+# What a process in the sandbox can do: Python code that the zygote runs in a folder of its own.
+
+
+@pytest.fixture
+def contained(judge, tmp_path):
+    """contained(layer, code, wait=True): the code's output, with the child; needs the layer."""
+    children = []
+
+    def run(layers, code, wait=True):
+        for layer in layers:
+            if judge.layers.get(layer) != "on":
+                pytest.skip(f"sandbox layer {layer}: {judge.layers.get(layer)}")
+        folder = tmp_path / "own"
+        folder.mkdir()
+        child = judge.child(folder, [sys.executable, "-c", code])
+        children.append(child)
+        if wait:
+            assert child.ended(30), "the child hangs"
+        return (folder / "log").read_text() if wait else child
+
+    yield run
+    for child in children:
+        with contextlib.suppress(OSError):
+            child.kill()
+
+
+TRY = """
+import os, socket, sys
+def attempt(name, action):
+    try:
+        action()
+        print(name, "done")
+    except OSError as e:
+        print(name, "refused", flush=True)
+"""
+
+
+def test_a_child_has_no_network(contained):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        socket.create_connection(address, timeout=5).close()  # it does listen
+        output = contained(["network"], TRY + f"""
+attempt("tcp", lambda: socket.create_connection({address!r}, timeout=5))
+attempt("local", lambda: socket.socketpair())
+""")
+    assert output.split("\n")[:2] == ["tcp refused", "local done"]
+
+
+def test_a_child_reads_and_writes_what_it_was_given_and_nothing_else(contained, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("seed")
+    secret.chmod(0o644)
+    output = contained(["landlock"], TRY + f"""
+attempt("torch", lambda: open({torch.__file__!r}).read())
+attempt("secret", lambda: open({str(secret)!r}).read())
+attempt("tasks", lambda: open({str(ROOT / "tasks.jsonl")!r}).read())
+attempt("folder", lambda: os.listdir({str(tmp_path)!r}))
+attempt("own", lambda: open("mine", "w").write("x"))
+attempt("beside", lambda: open("../beside", "w").write("x"))
+attempt("tmp", lambda: open("/tmp/kevin_escape", "w").write("x"))
+attempt("link", lambda: os.link({str(secret)!r}, "linked"))
+""")
+    allowed = {line.split()[0] for line in output.splitlines() if line.endswith("done")}
+    assert allowed == {"torch", "own"}, output
+    assert len(output.splitlines()) == 8 and not (tmp_path / "beside").exists()
+
+
+def test_a_child_cannot_signal_its_makers(contained, judge):
+    pids = [os.getpid(), judge.zygote.pid]
+    output = contained(["pids"], TRY + "\n".join(
+        f"attempt({i}, lambda: os.kill({pid}, 0))" for i, pid in enumerate(pids)))
+    assert output.split("\n")[:2] == ["0 refused", "1 refused"], output
+
+
+def test_killing_a_child_ends_its_daemon(contained):
+    marker = f"kevin-daemon-{random.SystemRandom().getrandbits(64)}"
+    child = contained(["pids"], f"""import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execlp({sys.executable!r}, "{marker}", "-c", "import time; time.sleep(60)", "{marker}")
+    os._exit(0)
+time.sleep(60)
+""", wait=False)
+    deadline = time.time() + 20
+    while len(processes(marker=marker)) < 2 and time.time() < deadline:
+        time.sleep(0.05)
+    assert len(processes(marker=marker)) == 2, "the daemon did not start"
+    child.kill()
+    assert processes(marker=marker) == []
+
+
+def test_a_child_cannot_write_an_endless_file(contained):
+    output = contained(["limits"], TRY + f"""
+file = open("big", "wb", buffering=0)
+attempt("below", lambda: os.pwrite(file.fileno(), b"x", {kevin.CHILD_FILE - 1}))
+attempt("above", lambda: os.pwrite(file.fileno(), b"x", {kevin.CHILD_FILE}))
+""")
+    assert output.split("\n")[:2] == ["below done", "above refused"], output
+
+
+MESSAGES = {  # what a hostile peer may send, and what receive_message does
+    "two megabytes": (b'"' + b"x" * (2 << 20), ValueError),
+    "no JSON": (b"{", ValueError),
+    "no text": (b"\xff\xfe", ValueError),
+    "a list": (b"[1]", ValueError),
+    "deep": (b"[" * 200_000, (ValueError, RecursionError)),
+    "nothing": (b"", EOFError),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_hostile_message_is_an_error_of_its_sender(kind):
+    payload, error = MESSAGES[kind]
+
+    def serve(peer):
+        with peer, contextlib.suppress(OSError):
+            peer.sendall(payload)
+
+    for expected in (error, kevin.CandidateError):
+        ours, peer = socket.socketpair()
+        child = kevin.Child.__new__(kevin.Child)  # without a process
+        child.sock = ours
+        thread = threading.Thread(target=serve, args=(peer,))
+        thread.start()
+        with ours, pytest.raises(expected):
+            kevin.receive_message(ours) if expected is error else child.ask("run")
+        thread.join()
+
+
+def column(*values, dtype=torch.float64):
+    return torch.tensor(values, dtype=dtype)
+
+
+NAN, INF = float("nan"), float("inf")
+WAVE = torch.linspace(-3, 3, 1000, dtype=torch.float64).sin()
+COMPARISONS = {  # output, truth: accepted? (eager is the truth in float32)
+    "equal": (WAVE, WAVE, True),
+    "rounded": (WAVE.float(), WAVE, True),
+    "bf16": (WAVE.bfloat16(), WAVE, False),
+    "one bad element": (WAVE.index_fill(0, torch.tensor([7]), 2.0), WAVE, False),
+    "noise within the bound": (WAVE + 3e-5 * WAVE.std() * WAVE.cos(), WAVE, True),
+    "noise beyond the bound": (WAVE * (1 + 1e-4), WAVE, False),
+    "all NaN": (WAVE * NAN, WAVE, False),
+    "NaN where it belongs": (column(NAN, 1, 2), column(NAN, 1, 2), True),
+    "NaN elsewhere": (column(1, NAN, 2), column(NAN, 1, 2), False),
+    "NaN for infinity": (column(NAN, 1, 2), column(INF, 1, 2), False),
+    "infinity": (column(INF, 1, -INF), column(INF, 1, -INF), True),
+    "the other infinity": (column(-INF, 1, 2), column(INF, 1, 2), False),
+    "a number for infinity": (column(1e30, 1, 2), column(INF, 1, 2), False),
+    "only NaN": (column(NAN, NAN), column(NAN, NAN), True),
+    "constant": (column(2, 2, 2), column(2, 2, 2), True),
+    "constant and wrong": (column(2, 2, 2.01), column(2, 2, 2), False),
+    "zero": (column(0, 0), column(0, 0), True),
+    "not zero": (column(0, 1e-3), column(0, 0), False),
+    "integers": (column(1, 2, dtype=torch.int64), column(1, 2, dtype=torch.int64), True),
+    "other integers": (column(1, 3, dtype=torch.int64), column(1, 2, dtype=torch.int64), False),
+    "truth values": (column(1, 0, dtype=torch.bool), column(1, 1, dtype=torch.bool), False),
+}
+
+
+@pytest.mark.parametrize("case", COMPARISONS)
+def test_outputs_compare_as_a_person_would_say(case):
+    output, truth, accepted = COMPARISONS[case]
+    eager = truth.float() if truth.is_floating_point() else truth
+    error, problem = kevin.compare(output, truth, eager)
+    assert (problem == "") == accepted, problem
+    if accepted and truth.isfinite().all() and truth.is_floating_point() and truth.std() > 0:
+        exact = ((output - truth) ** 2).mean().sqrt() / truth.std()
+        assert error == pytest.approx(exact.item(), rel=0.01)
+
+
+def test_a_task_that_eager_gets_wrong_itself_is_judged_by_that():
+    noisy = WAVE * (1 + 1e-3)
+    assert kevin.compare(noisy, WAVE, WAVE.float())[1] != ""
+    assert kevin.compare(noisy, WAVE, noisy)[1] == ""
+
+
+class Holder(torch.nn.Module):
+    """Registers the parameters of a layer norm and a linear layer under other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.shift = torch.nn.Parameter(torch.zeros(8))
+        self.matrix = torch.nn.Parameter(torch.nn.Linear(8, 8, bias=False).weight.detach().clone())
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8, bias=False)
+
+
+def test_constant_parameters_become_random_and_equal_for_equal_registrations():
+    models = [kevin.seeded_model(c, list, 5) for c in (Holder, Layers, Layers)]
+    first, second, third = ([p.detach() for p in m.parameters()] for m in models)
+    assert all(map(torch.equal, first, second)) and all(map(torch.equal, second, third))
+    assert all(p.std() > 0.05 for p in first) and not torch.equal(first[0] - 1, first[1])
+    other = list(kevin.seeded_model(Layers, list, 6).parameters())
+    assert not any(map(torch.equal, first, other))
+
+
+def test_two_processes_draw_equal_inputs_and_weights_from_equal_seeds():
+    code = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+import kevin, torch
+space = {{}}
+exec({NORM.code!r}, space)
+drawn = kevin.seeded_inputs(space["get_inputs"], 3, "cpu")
+drawn += kevin.seeded_model(space["Model"], space["get_init_inputs"], 4).parameters()
+print(kevin.stable_seed("a", 1), *[t.double().sum().item().hex() for t in drawn])
+print(sorted({{"transformers", "peft", "accelerate"}} & set(sys.modules)))"""
+    drawn, loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                                   check=True).stdout.splitlines()
+    space = {}
+    exec(NORM.code, space)
+    here = kevin.seeded_inputs(space["get_inputs"], 3, "cpu")
+    here += kevin.seeded_model(space["Model"], space["get_init_inputs"], 4).parameters()
+    assert drawn.split() == [str(kevin.stable_seed("a", 1)),
+                             *[t.double().sum().item().hex() for t in here]]
+    assert loaded == "[]", "importing kevin must stay cheap: the zygote does it"
+
+
+# ---- 7. Score, return, advantage -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregate", ["sum", "max"])
+def test_returns_equal_a_nested_loop(aggregate):
+    draw, combine = random.Random(0), {"sum": sum, "max": max}[aggregate]
+    for _ in range(200):
+        gamma, n = draw.random(), draw.randrange(1, 9)
+        scores = [draw.choice([None, 0.0, draw.uniform(0.3, 9)]) for _ in range(n)]
+        expected = [combine(gamma ** (u - t) * (scores[u] or 0.0) for u in range(t, n))
+                    for t in range(n)]
+        returns = kevin.discounted_returns(scores, gamma, aggregate)
+        assert returns == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("outcome", kevin.OUTCOMES)
+def test_only_a_correct_kernel_scores_and_a_judge_error_is_no_score(outcome):
+    score = kevin.kernel_score(kevin.Verdict(outcome, speedup=1.7), 0.3)
+    assert score == {"correct": 2.0, "judge_error": None}.get(outcome, 0.0)
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_constant_groups_have_exactly_zero_advantage(scale):
+    draw = random.Random(0)
+    for size in (1, 2, 3, 7, 12, 64):
+        for constant in [0.1, 0.2, 0.3, 1 / 3, 1.3] + [draw.uniform(0, 100) for _ in range(50)]:
+            assert kevin.group_advantages([constant] * size, scale) == [0.0] * size
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_advantages_follow_their_samples_and_a_missing_return_does_not_count(scale):
+    draw = random.Random(1)
+    returns, order = [draw.uniform(0, 5) for _ in range(64)], draw.sample(range(64), 64)
+    advantages = kevin.group_advantages(returns, scale)
+    shuffled = kevin.group_advantages([returns[i] for i in order], scale)
+    assert shuffled == pytest.approx([advantages[i] for i in order], abs=1e-12)
+    assert sum(advantages) == pytest.approx(0, abs=1e-9)
+    missing = kevin.group_advantages([None, *returns, None], scale)
+    assert missing == [0.0, *advantages, 0.0]
+    assert kevin.group_advantages([None, None], scale) == [0.0, 0.0]
+
+
+def test_the_baseline_is_the_mean_and_scale_gives_unit_deviation():
+    assert kevin.group_advantages([1.0, 2.0, 6.0]) == pytest.approx([-2, -1, 3])
+    scaled = kevin.group_advantages([1.0, 2.0, 6.0], scale=True)
+    assert sum(a * a for a in scaled) / 3 == pytest.approx(1)
+
+
+# ---- 8. Policy: model, adapter, token log-probabilities ------------------------------------------
+
+PROMPT, ANSWER = [9, 8, 7, 6, 5], [11, 3, 63, 0, 12, 12, 40]
+
+
+def naive_logprobs(lm, prompt, answer, temperature=0.9):
+    """Position by position from the full logits."""
+    ids = prompt + answer
+    logits, first = lm(input_ids=torch.tensor([ids])).logits[0] / temperature, len(prompt)
+    return torch.stack([logits[t - 1].log_softmax(-1)[ids[t]] for t in range(first, len(ids))])
+
+
+def gradients(policy, value):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(value, policy.trainable())])
+
+
+def close(a, b, atol=1e-6):
+    torch.testing.assert_close(a, b, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 2, 6, 7, 1024])
+def test_logprobs_and_their_gradient_equal_a_naive_loop(policy, monkeypatch, temperature, chunk):
+    monkeypatch.setattr(kevin, "HEAD_CHUNK", chunk)
+    fast = policy(PROMPT, ANSWER, temperature)
+    slow = naive_logprobs(policy.lm, PROMPT, ANSWER, temperature)
+    close(fast, slow, 1e-5)
+    fast, slow = (gradients(policy, (v * torch.linspace(-1, 1, 7)).sum()) for v in (fast, slow))
+    close(fast, slow, 1e-5)
+
+
+def test_a_later_token_changes_no_earlier_logprob_and_no_input_is_changed(policy):
+    prompt, answer = list(PROMPT), list(ANSWER)
+    before, after = (policy(prompt, a, 0.9) for a in (answer, answer[:4] + [1] + answer[5:]))
+    assert (prompt, answer) == (PROMPT, ANSWER)
+    close(after[:4], before[:4])
+    assert ((after - before)[4:].abs() > 1e-4).all()
+
+
+def test_only_lora_weights_train_in_float32_and_the_head_has_none(tokenizer):
+    policy = kevin.with_adapter(tiny_lm().bfloat16(), tokenizer, rank=2, alpha=4)
+    named = [(n, p) for n, p in policy.lm.named_parameters() if p.requires_grad]
+    assert all("lora_" in n and p.dtype == torch.float32 for n, p in named)
+    assert len(named) == 2 * 2 * 7  # A and B of seven linear layers in two blocks
+    assert not [n for n, _ in named if "lm_head" in n]
+    assert not [m for m in policy.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+
+
+def test_a_disabled_adapter_is_the_base_model_and_a_fresh_one_changes_nothing(tokenizer):
+    base = naive_logprobs(tiny_lm(), PROMPT, ANSWER)
+    policy = small_policy(tokenizer, moved=False)
+    close(policy(PROMPT, ANSWER, 0.9), base)
+    move_adapter(policy)
+    moved = policy(PROMPT, ANSWER, 0.9)
+    assert (moved - base).abs().max() > 0.01
+    with policy.lm.disable_adapter():
+        close(policy(PROMPT, ANSWER, 0.9), base)
+    close(policy(PROMPT, ANSWER, 0.9), moved)
+
+
+def test_a_saved_adapter_gives_the_same_logprobs_and_can_train_on(policy, tokenizer, tmp_path):
+    policy.lm.save_pretrained(tmp_path)
+    again = kevin.with_adapter(tiny_lm(), tokenizer, rank=8, alpha=16, adapter=str(tmp_path))
+    assert len(again.trainable()) == len(policy.trainable())
+    close(again(PROMPT, ANSWER, 0.9), policy(PROMPT, ANSWER, 0.9))
+    with pytest.raises(kevin.UserError, match="no adapter"):
+        kevin.with_adapter(tiny_lm(), tokenizer, 8, 16, adapter=str(tmp_path / "none"))
+
+
+def test_an_incomplete_model_folder_is_a_user_error(tmp_path):
+    folder = tmp_path / "model"
+    for name, said in (("", "does not exist"), ("x", "config.json"), ("config.json", "weights")):
+        if name:
+            folder.mkdir(exist_ok=True)
+            (folder / name).touch()
+        with pytest.raises(kevin.UserError, match=said):
+            kevin.load_policy(kevin.Config(model=str(folder)))
+
+
+# ---- 9. Engine: sampling -------------------------------------------------------------------------
+
+
+def request(seed, length=24, prompt=None):
+    draw = random.Random(seed)
+    prompt = prompt or [draw.randrange(64) for _ in range(draw.randrange(1, 70))]
+    return kevin.Request(None, "", prompt, length, random.Random(f"draws {seed}"))
+
+
+def sample(policy, requests, max_batch=8, temperature=0.9):
+    """The same requests, answered; never more than max_batch at once, each reported once."""
+    engine, finished = kevin.Engine(policy, max_batch, temperature, 128), []
+    for item in requests:
+        engine.add(item)
+    while len(engine):
+        finished += engine.step()
+        assert len(engine.active) <= max_batch
+    assert sorted(map(id, finished)) == sorted(map(id, requests))
+    return requests
+
+
+def answers(requests):
+    return [r.completion_ids for r in requests]
+
+
+def check_logprobs(policy, samples, temperature=0.9):
+    """Each of (prompt, answer, log-probabilities) is what the policy says."""
+    for prompt, answer, logprobs in samples:
+        with torch.no_grad():
+            close(torch.tensor(logprobs), policy(prompt, answer, temperature), 1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_logprobs_are_those_of_the_policy(policy, temperature):
+    done = sample(policy, [request(seed, 40) for seed in range(9)], 4, temperature)
+    check_logprobs(policy, [(r.prompt_ids, r.completion_ids, r.logprobs) for r in done],
+                   temperature)
+
+
+def test_a_batch_with_a_queue_samples_what_each_request_samples_alone(policy):
+    lengths = (24, 3, 40, 1, 17, 30)  # slots are taken over at different times
+    together = sample(policy, [request(i, n) for i, n in enumerate(lengths)], max_batch=2)
+    alone = [sample(policy, [request(i, n)])[0] for i, n in enumerate(lengths)]
+    assert answers(together) == answers(alone)
+    assert [len(a) for a in answers(alone)] == list(lengths)
+
+
+def test_a_request_that_no_slot_can_hold_is_a_user_error(policy):
+    engine = kevin.Engine(policy, 2, 1.0, 32)
+    engine.add(request(0, 29, [1, 2, 3]))
+    with pytest.raises(kevin.UserError, match="longer"):
+        engine.add(request(0, 30, [1, 2, 3]))
+
+
+def test_an_answer_ends_with_the_first_of_all_end_tokens_or_at_its_limit(tokenizer):
+    policy = small_policy(tokenizer, eos=(5, 7))
+    done = sample(policy, [request(seed, 30) for seed in range(40)], max_batch=40)
+    for r in done:
+        ended = r.completion_ids[-1] in (5, 7)
+        assert not {5, 7} & set(r.completion_ids[:-1]) and len(r.logprobs) == len(r.completion_ids)
+        assert r.finish_reason == ("stop" if ended else "length")
+        assert ended or len(r.completion_ids) == 30
+    assert {5, 7} < {r.completion_ids[-1] for r in done}, "every kind of end must occur"
+
+
+def test_end_tokens_come_from_generation_config_and_tokenizer_and_are_not_text(tokenizer):
+    lm = tiny_lm()
+    lm.generation_config.eos_token_id = [5, 7]
+    policy = kevin.with_adapter(lm, tokenizer, 2, 4)
+    assert policy.eos_ids == {5, 7, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    ids = tokenizer("while (x)").input_ids
+    assert policy.decode([*ids, 5]) == policy.decode(ids) == "while (x)"
+
+
+def test_sampling_frequencies_are_the_softmax_at_the_temperature():
+    torch.manual_seed(0)
+    logits, count = torch.randn(12) * 2, 10_000
+    logits[0] = -torch.inf
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens, logprobs = kevin.sample_tokens(logits.expand(count, -1), uniforms, 0.7)
+    exact = (logits / 0.7).softmax(0)
+    assert (torch.bincount(tokens, minlength=12) / count - exact).abs().max() < 1.5 / count
+    close(logprobs, exact.log()[tokens], 1e-5)
+    edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert kevin.sample_tokens(logits.expand(2, -1), edges, 1.0)[1].isfinite().all()
+
+
+def test_the_models_own_generation_defaults_have_no_influence(policy, tokenizer):
+    hostile = small_policy(tokenizer)
+    values = {"top_k": 1, "top_p": 0.1, "do_sample": False, "temperature": 0.1, "max_new_tokens": 2}
+    for config in (hostile.lm.generation_config, hostile.base.generation_config):
+        config.update(repetition_penalty=9.0, **values)
+    plain, other = (sample(p, [request(seed) for seed in range(3)]) for p in (policy, hostile))
+    assert answers(plain) == answers(other)
+
+
+# ---- 10. Rollout ---------------------------------------------------------------------------------
+
+
+class StubJudge:
+    """Scores a kernel by its text; builds that start with "slow" wait for release()."""
+
+    device, device_name, layers = *CPU, {}
+
+    def __init__(self, *_, **__):
+        self.pending, self.checked, self.baselines = [], 0, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        assert not self.pending
+
+    def submit(self, code):
+        future = Future()
+        self.pending.append((future, kevin.Build(code, (), ())))
+        if not code.startswith("slow"):
+            self.release(len(self.pending) - 1)
+        return future
+
+    def check(self, task, build):
+        self.checked += 1
+        return kevin.Verdict("correct", "", "", 1.0, 1.0, speedup=self.speedup(build.code))
+
+    def speedup(self, code):
+        return float(len(code))
+
+    def release(self, first=0):
+        for future, build in self.pending[first:]:
+            future.set_result(build)
+        del self.pending[first:]
+
+
+def as_kernel(ids):
+    """The text of a completion: with a kernel if its first token is even."""
+    text = " ".join(map(str, ids))
+    return f"Okay.\n</think>\n```\n{text}\n```\nSaid." if ids[0] % 2 == 0 else "Okay, " + text
+
+
+def roll(policy, judge, decode=as_kernel, max_batch=8, seed=0, on_turn=lambda turn: None):
+    """The turns of four trajectories of three turns, in the order of their reports."""
+    engine, turns = kevin.Engine(policy, max_batch, 0.9, 4096), []
+    chat = types.SimpleNamespace(render=policy.render, decode=decode,
+                                 control_tokens=policy.control_tokens)
+    config = kevin.Config(turns=3, seed=seed, correct_weight=0.3)
+    start = [kevin.Trajectory(TASK, 2, index) for index in range(4)]
+    kevin.rollout(engine, judge, chat, start, config, 6,
+                  lambda turn: (turns.append(turn), on_turn(turn)))
+    assert [t.turns for t in start] == [[u for u in turns if u.trajectory == i] for i in range(4)]
+    return turns
+
+
+@pytest.fixture(scope="session")
+def talker(tokenizer):
+    """A tiny model with a token for everything that a prompt holds."""
+    return small_policy(tokenizer, vocab=len(tokenizer))
+
+
+def test_every_trajectory_gets_its_turns_each_prompted_with_its_past(talker):
+    turns = {t.key: t for t in roll(talker, StubJudge())}
+    assert sorted(turns) == [(2, "X-1", i, n) for i in range(4) for n in range(3)]
+    for (_, _, i, n), turn in turns.items():
+        past = [turns[2, "X-1", i, earlier] for earlier in range(n)]
+        assert (turn.prompt, turn.prompt_ids) == prompt_of(talker, past)
+
+
+def test_an_answer_without_a_kernel_scores_zero_and_equal_kernels_are_judged_once(talker):
+    judge = StubJudge()
+    turns = roll(talker, judge)
+    present, missing = ([t for t in turns if (t.kernel is None) == none] for none in (False, True))
+    assert present and missing
+    assert all(t.verdict.outcome == "no_code" and t.score == 0 for t in missing)
+    assert all(t.score == pytest.approx(0.3 + len(t.kernel)) for t in present)
+    assert judge.checked == len({t.kernel for t in present})
+    judge = StubJudge()
+    roll(talker, judge, lambda ids: "</think>```\nsame\n```")
+    assert judge.checked == 1
+
+
+def test_recorded_tokens_are_the_sampled_ones_and_not_those_of_the_text(talker):
+    turns = roll(talker, StubJudge(), talker.decode)
+    check_logprobs(talker, [(t.prompt_ids, t.completion_ids, t.sampling_logprobs) for t in turns])
+    assert any(talker.tokenizer(t.completion).input_ids != t.completion_ids for t in turns)
+
+
+def test_equal_seeds_give_equal_turns_for_any_batch_size(talker):
+    def sampled(**options):
+        return {t.key: tuple(t.completion_ids) for t in roll(talker, StubJudge(), **options)}
+
+    first = sampled()
+    assert sampled(max_batch=2) == first != sampled(seed=1)
+    assert len(set(first.values())) == len(first)
+
+
+def test_a_slow_build_holds_up_its_own_trajectory_only(talker):
+    judge, first, order, late = StubJudge(), {}, [], []
+
+    def decode(ids):
+        text = " ".join(map(str, ids))
+        kind = first.setdefault(text, "quick" if first else "slow")
+        return f"Okay.\n</think>\n```\n{kind} {text}\n```\nSaid."
+
+    def on_turn(turn):
+        order.append(turn.kernel.split()[0])
+        if order.count("quick") == 9:  # all that the other three trajectories have
+            judge.release()
+
+    rescue = threading.Timer(20, lambda: (late.append(True), judge.release()))
+    rescue.start()
+    roll(talker, judge, decode, on_turn=on_turn)
+    rescue.cancel()
+    assert not late, "the others waited for the slow build"
+    assert order == ["quick"] * 9 + ["slow"] + ["quick"] * 2
+
+
+# ---- 11. GRPO loss and update --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(advantage):
+    logprobs = torch.tensor([-0.5, -3.0, -9.0], requires_grad=True)
+    loss, clipped = kevin.policy_loss(logprobs, logprobs.detach().clone(), advantage)
+    loss.backward()
+    assert logprobs.grad.tolist() == [-advantage] * 3 and clipped == 0
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "cut"), [
+    (1.27, 2, 0), (1.29, 2, 1.28), (0.5, 2, 0), (0.79, -2, 0.8), (0.81, -2, 0), (9, -2, 0)])
+def test_the_ratio_is_clipped_only_where_it_would_go_too_far(ratio, advantage, cut):
+    old = torch.tensor([-1.0], dtype=torch.float64)
+    logprobs = (old + torch.tensor(ratio).double().log()).requires_grad_()
+    loss, share = kevin.policy_loss(logprobs, old, advantage, 0.2, 0.28)
+    loss.backward()
+    assert loss.item() == pytest.approx(-advantage * (cut or ratio))
+    assert logprobs.grad.item() == pytest.approx(0 if cut else -advantage * ratio)
+    assert share.item() == bool(cut)
+
+
+@pytest.mark.parametrize(("advantage", "kl"), [(1.5, 0.0), (-1.5, 0.0), (0.7, 0.3), (0.0, 0.3)])
+def test_the_loss_gradient_equals_central_differences(advantage, kl):
+    torch.manual_seed(0)
+    old, ref, point = (torch.randn(40, dtype=torch.float64) * 0.3 - 2 for _ in range(3))
+
+    def value(logprobs):
+        return kevin.policy_loss(logprobs, old, advantage, kl=kl, ref_logprobs=ref)[0]
+
+    shifts = torch.eye(40, dtype=torch.float64) * 1e-5
+    numeric = torch.stack([(value(point + s) - value(point - s)) / 2e-5 for s in shifts])
+    exact = torch.autograd.functional.jacobian(value, point)
+    close(exact, numeric, 1e-7)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.01])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_extreme_ratios_stay_finite(advantage, kl):
+    logprobs = torch.tensor([0.0, -200.0, -1e4, -1.0], requires_grad=True)
+    other = torch.tensor([-200.0, 0.0, -1.0, -1e4])
+    loss, _ = kevin.policy_loss(logprobs, other, advantage, kl=kl, ref_logprobs=other)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+
+
+def test_the_kl_term_is_zero_at_equality_and_positive_elsewhere():
+    logprobs = torch.tensor([-1.0, -2.0])
+    for shift in (0.0, -2.0, -0.1, 0.1, 2.0):
+        loss, _ = kevin.policy_loss(logprobs, logprobs, 0.0, kl=1.0, ref_logprobs=logprobs + shift)
+        assert loss.item() == 0 if shift == 0 else loss.item() > 0
+
+
+CONFIG = kevin.Config(max_grad_norm=1e9, length_normalizer=8, temperature=0.9)
+
+
+def make_turns(advantages=(1.0, -0.5, 0.0, 2.0, 0.0, -1.5)):
+    draw = random.Random(4)
+    ids = [[draw.randrange(64) for _ in range(draw.randrange(2, 12))] for _ in range(40)]
+    return [make_turn(trajectory=i, prompt_ids=p, completion_ids=c, advantage=a,
+                      sampling_logprobs=[-1.0] * len(c))
+            for i, (p, c, a) in enumerate(zip(ids[::2], ids[1::2], advantages))]
+
+
+def weights(policy):
+    return torch.cat([p.detach().flatten().clone() for p in policy.trainable()])
+
+
+def step(policy, samples, config=CONFIG, count=6, optimizer=None, reduce=lambda tensor: tensor):
+    """Runs one update; what it reports, and the change of the trainable weights (SGD, rate 1)."""
+    before, optimizer = weights(policy), optimizer or torch.optim.SGD(policy.trainable(), lr=1.0)
+    metrics = kevin.update(policy, optimizer, samples, count, config, reduce)
+    return metrics, weights(policy) - before
+
+
+@pytest.fixture
+def fresh(tokenizer):
+    """(policy, samples) that a test may change."""
+    policy = small_policy(tokenizer)
+    return policy, kevin.store_logprobs(policy, make_turns(), CONFIG)
+
+
+def test_the_first_gradient_is_reinforce_over_count_and_constant_length(fresh):
+    total = sum(t.advantage * naive_logprobs(fresh[0].lm, t.prompt_ids, t.completion_ids).sum()
+                for t in make_turns())
+    expected = gradients(fresh[0], total / (6 * 8))
+    close(step(*fresh)[1], expected, 1e-5)
+
+
+def test_the_gradient_is_the_same_in_any_order_and_without_zero_advantages(fresh):
+    policy, samples = fresh
+    assert [s.turn for s in samples] == [t for t in make_turns() if t.advantage]
+    every = [kevin.Sample(t, policy(t.prompt_ids, t.completion_ids, 0.9).detach(), None)
+             for t in make_turns()]
+    moves = [step(copy.deepcopy(policy), s)[1] for s in (samples, samples[::-1], every)]
+    close(moves[1], moves[0])
+    close(moves[2], moves[0])
+
+
+def test_a_step_is_no_longer_than_the_gradient_clip(fresh):
+    metrics, free = step(copy.deepcopy(fresh[0]), fresh[1])
+    clipped = step(*fresh, replace(CONFIG, max_grad_norm=0.05))[1]
+    assert metrics["policy/grad_norm"] == pytest.approx(free.norm().item(), rel=1e-3)
+    assert free.norm() > 0.05 and clipped.norm().item() == pytest.approx(0.05, rel=1e-3)
+
+
+def test_a_step_moves_lora_b_and_leaves_the_base_bit_equal(tokenizer):
+    policy = small_policy(tokenizer, moved=False)
+    before = {n: p.clone() for n, p in policy.lm.named_parameters()}
+    step(policy, kevin.store_logprobs(policy, make_turns(), CONFIG))
+    for name, parameter in policy.lm.named_parameters():
+        if "lora_A" not in name:
+            assert torch.equal(parameter, before[name]) == ("lora_B" not in name), name
+
+
+def test_only_the_second_update_on_a_batch_is_off_policy(fresh):
+    optimizer = torch.optim.AdamW(fresh[0].trainable(), lr=0.05)
+    first, second = (step(*fresh, optimizer=optimizer)[0]["policy/clip_fraction"] for _ in range(2))
+    assert first == 0 and second > 0
+
+
+def test_reference_logprobs_are_those_of_the_base_and_only_taken_for_kl(fresh):
+    assert all(s.ref_logprobs is None for s in fresh[1])
+    samples = kevin.store_logprobs(fresh[0], make_turns(), replace(CONFIG, kl=0.1))
+    assert len(samples) == 6  # a sample without advantage still has a KL gradient
+    for s in samples:
+        base = naive_logprobs(tiny_lm(), s.turn.prompt_ids, s.turn.completion_ids)
+        close(s.ref_logprobs, base, 1e-5)
+
+
+# ---- 12. Training --------------------------------------------------------------------------------
+
+
+def scored(trajectory, turn, score, **changes):
+    return make_turn(trajectory=trajectory, turn=turn, score=score, **changes)
+
+
+# Two trajectories of three turns, gamma 0.5; the judge failed on the second one's first turn.
+TABLE = [[0.0, 1.0, 2.0], [None, 0.0, 4.0]]
+GROUP = [scored(i, n, s) for i, row in enumerate(TABLE) for n, s in enumerate(row)]
+
+
+def test_grade_equals_a_table_computed_by_hand():
+    shuffled = random.Random(0).sample(GROUP, 6)
+    graded = kevin.grade(shuffled, kevin.Config(gamma=0.5))
+    assert [t.key[2:] for t in graded] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [t.return_ for t in graded] == [1.0, 2.0, 2.0, None, 2.0, 4.0]  # their mean is 2.2
+    expected = [-1.2, -0.2, -0.2, 0.0, -0.2, 1.8]
+    assert [t.advantage for t in graded] == pytest.approx(expected)
+    best = kevin.grade(GROUP, kevin.Config(gamma=0.5, aggregate="max"))
+    assert [t.return_ for t in best] == [0.5, 1.0, 2.0, None, 2.0, 4.0]
+
+
+def test_group_scale_makes_every_task_unit_and_batch_scale_the_whole_step():
+    turns = GROUP[:3] + [scored(0, n, 10 * s, task="X-2") for n, s in enumerate(TABLE[0])]
+
+    def spread(scale):
+        graded = kevin.grade(turns, kevin.Config(gamma=0.5, scale=scale))
+        parts = [[t.advantage for t in graded if t.task == task] for task in ("X-1", "X-2")]
+        return [sum(a * a for a in part) / 3 for part in parts]
+
+    small, large = spread("none")
+    assert large == pytest.approx(100 * small)
+    assert spread("group") == pytest.approx([1, 1])
+    small, large = spread("batch")
+    assert large == pytest.approx(100 * small) and small + large == pytest.approx(2)
+
+
+def test_step_metrics_are_shares_that_sum_to_one():
+    outcomes = ["correct", "correct", "hack", "judge_error", "no_code", "incorrect"]
+    turns = [replace(t, verdict=kevin.Verdict(o, speedup=2.0 * (o == "correct")),
+                     completion=("Okay, so" if i % 3 else "Alas"), finish_reason=("stop", "length")[i % 2])
+             for i, (t, o) in enumerate(zip(kevin.grade(GROUP, kevin.Config()), outcomes))]
+    metrics = kevin.step_metrics(turns)
+    shares = {name: metrics[f"outcome/{name}"] for name in kevin.OUTCOMES}
+    assert sum(shares.values()) == pytest.approx(1) and shares["correct"] == pytest.approx(1 / 3)
+    assert metrics["kernel/correct"] == shares["correct"] and metrics["kernel/speedup"] == 2
+    assert metrics["score/mean"] == pytest.approx(7 / 5) and metrics["score/best"] == 4
+    assert [metrics[f"health/not_okay/{n}"] for n in range(3)] == [1, 0, 0]
+    assert [metrics[f"health/cut/{n}"] for n in range(3)] == [0.5, 0.5, 0.5]
+
+
+def test_every_pass_over_the_tasks_holds_each_once_and_mixes_the_levels():
+    tasks = [replace(TASK, id=f"{level}-{i}", level=level) for level in (1, 2) for i in range(6)]
+    drawn = [t for n in range(15) for t in kevin.pick_tasks(tasks, 4, n, seed=3)]
+    passes = [drawn[i : i + 12] for i in range(0, 60, 12)]
+    assert all(sorted(t.id for t in p) == sorted(t.id for t in tasks) for p in passes)
+    assert len({tuple(t.id for t in p) for p in passes}) == 5, "every pass has its own order"
+    assert all({t.level for t in drawn[i : i + 4]} == {1, 2} for i in range(0, 60, 4))
+    assert drawn[8:12] == kevin.pick_tasks(tasks, 4, 2, seed=3) != kevin.pick_tasks(tasks, 4, 2, 4)
+
+
+@pytest.mark.parametrize("count", [2, 5, 12])
+def test_a_step_never_holds_a_task_twice(count):
+    """Twice the same trajectory numbers would be taken for one long trajectory by grade."""
+    tasks = [replace(TASK, id=f"{level}-{i}", level=level) for level in (1, 2) for i in range(6)]
+    tasks += [replace(TASK, id="odd", level="new")]
+    for number in range(40):
+        assert len({t.id for t in kevin.pick_tasks(tasks, count, number, seed=3)}) == count
+
+
+def test_both_updates_get_half_of_the_turns_and_the_processes_share_each_half(monkeypatch):
+    turns, calls = make_turns([float(i) for i in range(20)]), []
+    monkeypatch.setattr(kevin, "store_logprobs", lambda policy, mine, config: (
+        calls.append(("store", mine)), [kevin.Sample(t, torch.zeros(1), None) for t in mine])[1])
+    monkeypatch.setattr(kevin, "update", lambda policy, optimizer, mine, count, *rest: (
+        calls.append(("update", [s.turn for s in mine], count)), {})[1])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for rank in range(3):
+        world = types.SimpleNamespace(process_index=rank, num_processes=3, reduce=None)
+        kevin.train_step(None, optimizer, schedule, turns, 1, kevin.Config(), world)
+    kinds, shares = [c[0] for c in calls], [c[1] for c in calls]
+    assert kinds == ["store", "store", "update", "update"] * 3, "old log-probs come first"
+    assert [c[2] for c in calls if c[0] == "update"] == [10] * 6
+    assert sorted(t.trajectory for share in shares[::4] + shares[1::4] for t in share) == [*range(20)]
+    assert shares[::4] == shares[2::4] and shares[1::4] == shares[3::4]
+    assert all(abs(len(a) - len(b)) <= 1 for a in shares for b in shares)
+
+
+def test_a_torn_last_line_is_ignored_and_cut_off(tmp_path):
+    log, lines = tmp_path / "turns.jsonl", [make_turn(turn=i).to_json() for i in range(3)]
+    assert kevin.read_turns(log) == []
+    kevin.append_lines(log, lines[:2])
+    with open(log, "a") as file:
+        file.write(lines[2][:50])
+    assert [t.turn for t in kevin.read_turns(log)] == [0, 1]
+    kevin.append_lines(log, lines[2:])
+    assert log.read_text() == "".join(line + "\n" for line in lines)
+
+
+def test_a_run_folder_of_another_configuration_is_refused(tmp_path):
+    config = kevin.Config(out=str(tmp_path / "run"))
+    run = kevin.open_run(config, "train")
+    assert kevin.open_run(replace(config, steps=99), "train") == run
+    assert {f.name for f in run.iterdir()} == {"config.json", "environment.json", "kevin.py"}
+    with pytest.raises(kevin.UserError, match="gamma is 0.4 there and 0.5 here"):
+        kevin.open_run(replace(config, gamma=0.5), "train")
+
+
+def optimised(tokenizer):
+    """(policy, optimizer, schedule) with an adapter of its own."""
+    policy = small_policy(tokenizer)
+    optimizer = torch.optim.AdamW(policy.trainable(), lr=0.01)
+    return policy, optimizer, transformers.get_constant_schedule_with_warmup(optimizer, 5)
+
+
+def test_a_checkpoint_restores_everything_exactly_and_holds_the_adapter_only(tokenizer, tmp_path):
+    import safetensors.torch
+
+    policy, optimizer, schedule = trained = optimised(tokenizer)
+    samples = kevin.store_logprobs(policy, make_turns(), CONFIG)
+    for _ in range(2):
+        step(policy, samples, optimizer=optimizer)
+        schedule.step()
+    kevin.save_checkpoint(tmp_path, *trained, 7)
+    [folder] = kevin.checkpoints(tmp_path)
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    assert len(tensors) == len(policy.trainable()) and all("lora_" in name for name in tensors)
+    draws, again = torch.rand(3), optimised(tokenizer)
+    torch.manual_seed(99)
+    assert kevin.load_checkpoint(folder, *again) == 7
+    assert torch.equal(torch.rand(3), draws) and torch.equal(weights(again[0]), weights(policy))
+    assert again[2].get_last_lr() == schedule.get_last_lr()
+    for pair in zip(*(o.state_dict()["state"].values() for o in (optimizer, again[1]))):
+        assert all(torch.equal(pair[0][k], pair[1][k]) for k in ("step", "exp_avg", "exp_avg_sq"))
+    moves = [step(p, samples, optimizer=o)[1] for p, o, _ in (trained, again)]
+    assert torch.equal(*moves)
+
+
+def test_an_interrupted_checkpoint_is_not_taken_for_one(tokenizer, tmp_path, monkeypatch):
+    trained = optimised(tokenizer)
+    for number in range(8, 12):
+        kevin.save_checkpoint(tmp_path, *trained, number)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        kevin.save_checkpoint(tmp_path, *trained, 12)
+    assert [p.name for p in kevin.checkpoints(tmp_path)] == ["step-10", "step-11"]
+    kevin.save_checkpoint(tmp_path, *trained, 12)
+    assert kevin.load_checkpoint(kevin.checkpoints(tmp_path)[-1], *trained) == 12
+
+
+# The whole loop with a judge that looks at the text, and completions shown as numbers.
+
+
+class TextJudge(StubJudge):
+    """The speedup is ten times the share of token 14 in the kernel's numbers."""
+
+    def speedup(self, code):
+        return 0.01 + 10 * code.split().count("14") / len(code.split())
+
+
+@contextlib.contextmanager
+def stubbed(changes=()):
+    """kevin with a short warm-up, the judge above and other replacements."""
+    stubs = {"TINY_WARMUP": 2, "Judge": TextJudge,
+             "Policy.decode": lambda self, ids: as_kernel(ids), **dict(changes)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in stubs.items():
+            patch.setattr(f"kevin.{name}", value)
+        yield
+
+
+def train(out, stubs=(), **changes):
+    """A tiny run of three steps in the folder, or another; its folder."""
+    small = {"tiny": True, "tasks": str(ROOT / "tasks.jsonl"), "tasks_per_step": 3,
+             "trajectories": 2, "turns": 2, "max_new_tokens": 6, "late_new_tokens": 6,
+             "max_prompt_tokens": 2048, "max_batch": 8, "lora_rank": 4, "warmup_updates": 1,
+             "learning_rate": 1e-2, "length_normalizer": 6, "steps": 3, "out": str(out)}
+    with stubbed(stubs):
+        kevin.train(kevin.Config(**small | changes))
+    return out
+
+
+def resume(run):
+    with stubbed():
+        kevin.train(kevin.parse_config("train", ["--resume", str(run), "--steps", "3"]))
+    return run
+
+
+def adapter(run, number=3):
+    return (run / f"checkpoints/step-{number}/adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of three steps."""
+    return train(tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.fixture
+def half(whole, tmp_path):
+    """A run of two steps, from the same base."""
+    (tmp_path / "half").mkdir()
+    shutil.copytree(whole / "base", tmp_path / "half/base")
+    return train(tmp_path / "half", steps=2)
+
+
+def test_a_run_logs_every_turn_once_and_its_numbers_can_be_recomputed(whole, tmp_path, capsys):
+    turns = kevin.read_turns(whole / "turns.jsonl")
+    assert len({t.key for t in turns}) == len(turns) == 3 * 3 * 2 * 2
+    assert any(t.advantage for t in turns)
+    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [0, 1, 2]
+    assert metrics[1]["policy/sampling_gap"] < 1e-3 and metrics[1]["policy/grad_norm"] > 0
+    assert kevin.main(["audit", str(whole)]) == 0
+    shutil.copytree(whole, tmp_path / "forged")
+    for name in ("score", "return_", "advantage", "kernel", "feedback"):
+        value = "other" if name in ("kernel", "feedback") else 9.0
+        forged = [replace(turns[0], **{name: value}), *turns[1:]]
+        (tmp_path / "forged/turns.jsonl").write_text("".join(t.to_json() + "\n" for t in forged))
+        capsys.readouterr()
+        assert kevin.main(["audit", str(tmp_path / "forged")]) == 1
+        assert f"{name.strip('_')} is" in capsys.readouterr().out
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(whole, half):
+    resume(half)
+    assert adapter(half) == adapter(whole)
+    logs = [[replace(t, prompt="") for t in kevin.read_turns(r / "turns.jsonl")]
+            for r in (half, whole)]
+    assert logs[0] == logs[1]
+
+
+def test_recorded_turns_of_a_killed_step_are_taken_up_unchanged(whole, half):
+    last = [t for t in kevin.read_turns(whole / "turns.jsonl") if t.step == 2]
+    tasks = sorted({t.task for t in last})
+    kept = [t for t in last if t.task == tasks[0] or (t.trajectory, t.turn) == (1, 0)]
+    marked = [replace(t, summary="from before the kill", return_=None, advantage=None) for t in kept]
+    (half / "pending").mkdir(exist_ok=True)
+    kevin.append_lines(half / "pending/rank-1", [t.to_json() for t in marked[:3]])
+    kevin.append_lines(half / "pending/rank-0", [t.to_json() for t in marked[3:]])
+    resume(half)
+    turns = [t for t in kevin.read_turns(half / "turns.jsonl") if t.step == 2]
+    assert sorted(t.key for t in turns) == sorted(t.key for t in last)
+    found = [replace(t, return_=None, advantage=None) for t in turns
+             if t.summary == "from before the kill"]
+    assert sorted(found, key=lambda t: t.key) == sorted(marked, key=lambda t: t.key)
+    assert not list((half / "pending").iterdir())
+
+
+def test_training_raises_the_score_and_a_flipped_sign_lowers_it(tokenizer, tmp_path):
+    small = {  # 32 tokens, one prompt, and every completion a kernel
+        "tiny_policy": lambda *_: small_policy(tokenizer, vocab=32, moved=False),
+        "Policy.render": lambda self, messages: ("", [1, 2]),
+        "Policy.decode": lambda self, ids: f"</think>\n```\n{' '.join(map(str, ids))}\n```"}
+    right, scores = kevin.group_advantages, {}
+    for sign in (1, -1):
+        run = train(tmp_path / str(sign), small | {
+            "group_advantages": lambda *a: [sign * x for x in right(*a)]}, steps=10,
+            tasks_per_step=1, trajectories=16, turns=1, max_new_tokens=12, max_batch=16,
+            temperature=1.0)
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        scores[sign] = [json.loads(line)["score/mean"] for line in lines]
+    assert scores[1][0] == scores[-1][0] and 0.5 < scores[1][0] < 2
+    assert scores[1][-1] > 4 > 0.6 > scores[-1][-1], scores
+
+
+def test_two_processes_with_unequal_shares_make_the_step_of_one(tokenizer, tmp_path):
+    script, after = tmp_path / "two.py", tmp_path / "after.pt"
+    script.write_text(f"""import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(ROOT)]!r}
+import accelerate, torch
+import test_kevin as t
+world = accelerate.Accelerator(cpu=True)
+assert world.num_processes == 2
+policy = t.small_policy(t.make_tokenizer())
+samples = t.kevin.store_logprobs(policy, t.make_turns(range(1, 6)), t.CONFIG)
+samples = [] if world.process_index else samples
+t.step(policy, samples, count=5, reduce=lambda tensor: world.reduce(tensor, "sum"))
+both = world.gather(t.weights(policy)[None])
+if world.is_main_process:
+    torch.save(both, {str(after)!r})
+""")
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    "--nproc_per_node", "2", str(script)], check=True, timeout=120,
+                   env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    alone = small_policy(tokenizer)
+    samples = kevin.store_logprobs(alone, make_turns(range(1, 6)), CONFIG)
+    assert len(samples) == 5 and step(alone, samples, count=5)[1].norm() > 0.01
+    both = torch.load(after)
+    assert torch.equal(both[0], both[1])
+    close(both[0], weights(alone), 1e-6)
+
+
+# ---- 13. Evaluation and audit --------------------------------------------------------------------
+
+
+def test_best_at_k_is_the_best_trajectory_and_avg_at_k_their_mean():
+    speedups = {"A": [[0.0, 2.0], [0.5, 1.0], [0.0, 0.0], [1.2, 0.3]], "B": [[0.0, 0.0]] * 4}
+    turns = [make_turn(task=task, trajectory=i, turn=n, score=s and s + 0.3, verdict=kevin.Verdict(
+        "correct" if s else "incorrect", speedup=s))
+        for task, rows in speedups.items() for i, row in enumerate(rows) for n, s in enumerate(row)]
+    row = kevin.evaluation_row(turns)
+    expected = {"correct": (0.5, 0.375), "speedup": (1.0, 0.525), "fast1": (0.5, 0.375),
+                "fast1.5": (0.5, 0.125)}
+    for name, (best, average) in expected.items():
+        assert (row[f"{name}/best"], row[f"{name}/avg"]) == pytest.approx((best, average)), name
+    assert row["score"] == pytest.approx((2.0 + 0.5 + 1.0 + 1.2 + 0.3 + 5 * 0.3) / 16)
+
+
+def test_an_evaluation_compares_base_and_adapter_and_goes_on_where_it_stopped(whole, tmp_path):
+    argv = ["--tiny", "--tasks", str(ROOT / "tasks.jsonl"), "--turns", "2", "--k", "2",
+            "--max-new-tokens", "6", "--max-prompt-tokens", "2048", "--max-batch", "8",
+            "--lora-rank", "4", "--adapter", str(whole / "checkpoints/step-3")]
+    rows, logs = [], []
+    for cut in (None, 9):
+        out = tmp_path / str(cut)
+        config = kevin.parse_config("eval", [*argv, "--out", str(out)])
+        with stubbed():
+            kevin.evaluate(config)
+            if cut:
+                lines = (out / "turns.jsonl").read_text().splitlines()
+                (out / "turns.jsonl").write_text("\n".join(lines[:cut]) + "\n")
+                kevin.evaluate(config)
+        rows.append(json.loads((out / "result.json").read_text()))
+        turns = sorted(kevin.read_turns(out / "turns.jsonl"), key=lambda t: t.key)
+        logs.append([replace(t, sampling_logprobs=[]) for t in turns])  # rounded as the batch is
+    assert rows[0] == rows[1] and set(rows[0]) == {"base", "adapter"} and logs[0] == logs[1]
+    assert len(logs[0]) == 2 * 3 * 2 * 2
+    texts = [[t.completion for t in logs[0] if t.step == variant] for variant in (0, 1)]
+    assert texts[0] != texts[1], "the trained adapter must make a difference"
+
+
+# ---- 15. Command line ----------------------------------------------------------------------------
+
+
+def kevin_py(*argv, **options):
+    return subprocess.run([sys.executable, str(ROOT / "kevin.py"), *map(str, argv)], timeout=300,
+                          capture_output=True, text=True, **{"cwd": ROOT, **options})
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, cache):
+    """Names of files and folders for the command lines below."""
+    folder = tmp_path_factory.mktemp("cli")
+    for name, text in {
+        "good.py": candidate(), "norm.py": NORM.code, "hack.py": "import os",
+        "bad.py": NORM.code.replace("self.norm(x)", "x.nothing()"),
+        "broken.jsonl": json.dumps(ROW) + "\n{\n", "one.jsonl": json.dumps(ROW) + "\n",
+        "other/config.json": json.dumps(asdict(kevin.Config(
+            tiny=True, tasks=str(ROOT / "tasks.jsonl"), gamma=0.9, **kevin.TINY))),
+        "weightless/config.json": "{}", "empty/note": "",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return {"cache": cache, **{f.name.split(".")[0]: f for f in folder.iterdir()},
+            "broken": folder / "broken.jsonl", "tiny": ROOT / "tasks.jsonl"}
+
+
+SCORE = "score --device cpu --cache {cache} --candidate {good}"
+BAD_LINES = {  # command line: pattern of the line on stderr
+    "train --tiny --tasks nowhere.jsonl": "nowhere.jsonl.*no such",
+    "train --tiny --tasks {broken}": r"broken.jsonl:2: not JSON",
+    SCORE + " --task Z-9 --tasks {one}": "unknown task Z-9",
+    "train --tiny --no-such-flag 3": "--no-such-flag",
+    "train --tiny --turn 8": "--turn",
+    "train --tiny --turns many": "--turns.*many",
+    "train --tiny --scale odd": "--scale",
+    "train --tiny --gamma 1.5": "--gamma.*1.5",
+    "train --tiny --turns 0": "--turns must be positive",
+    "sing": "no command sing",
+    "audit {empty}": "holds no run",
+    "score --device cpu --cache {cache} --task {norm} --candidate none.py": "none.py.*not exist",
+    SCORE + " --task {bad}": "task bad.*nothing",
+    "train --tiny --tasks {tiny} --out {other}": "other.*another configuration.*gamma",
+    "train --resume {empty}": "empty.*no run",
+    "train --tasks {tiny} --model {weightless}": "weightless.*weights",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_bad_input_is_one_line_on_stderr_and_exit_status_2(files, judge, line, tmp_path):
+    done = kevin_py(*line.format(**files).split(), cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr, done
+    assert len(done.stderr.splitlines()) == 1 and re.search(BAD_LINES[line], done.stderr), done.stderr
+
+
+def test_a_machine_without_a_compiler_is_told_so(files, tmp_path):
+    line = "score --device cpu --cache {new} --task {norm} --candidate {good}"
+    argv = line.format(new=tmp_path / "new", **files).split()
+    done = kevin_py(*argv, env={"PATH": "/nonexistent"})
+    assert done.returncode == 2 and re.fullmatch("kevin: .*compiler.*\n", done.stderr), done
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_training_without_a_gpu_names_tiny(tmp_path):
+    done = kevin_py("train", "--out", tmp_path / "run", "--tasks", ROOT / "tasks.jsonl")
+    assert done.returncode == 2 and re.fullmatch("kevin: .*GPU.*--tiny.*\n", done.stderr), done
+    assert not (tmp_path / "run").exists()
+
+
+def test_score_prints_one_json_object_a_candidate_in_order(files, judge):
+    line = "score --json --device cpu --cache {cache} --task {norm} --candidate {hack} {good}"
+    done = kevin_py(*line.format(**files).split())
+    rows = [json.loads(row) for row in done.stdout.splitlines()]
+    assert done.returncode == 1 and [r["outcome"] for r in rows] == ["hack", "correct"], done
+    assert [Path(r["candidate"]).name for r in rows] == ["hack.py", "good.py"]
+    assert rows[0]["score"] == 0 and rows[1]["score"] == pytest.approx(0.3 + rows[1]["speedup"])
+
+
+def test_defaults_are_those_of_the_config_then_of_tiny_then_of_the_resumed_run(tmp_path):
+    assert kevin.parse_config("train", []) == kevin.Config()
+    tiny = kevin.parse_config("train", ["--tiny", "--turns", "3"])
+    assert tiny == kevin.Config(tiny=True, **kevin.TINY | {"turns": 3})
+    stored = replace(tiny, gamma=0.7, out="there")
+    (tmp_path / "config.json").write_text(json.dumps(asdict(stored)))
+    argv = ["--resume", str(tmp_path), "--steps", "77"]
+    assert kevin.parse_config("train", argv) == replace(stored, resume=str(tmp_path), steps=77)
+
+
+# ---- 16. The script is what it says --------------------------------------------------------------
+
+SOURCE = (ROOT / "kevin.py").read_text()
+TREE = ast.parse(SOURCE)
+
+
+def test_every_configuration_field_is_read():
+    unread = [f.name for f in fields(kevin.Config)
+              if not re.search(rf"\b(config|args|given)\.{f.name}\b", SOURCE)]
+    assert not unread, unread
+
+
+def test_the_map_in_the_header_names_what_exists():
+    lines = kevin.__doc__.split("Where the paper is in this file\n")[1].split("Choices")[0]
+    names = [line.split()[-1] for line in lines.splitlines() if line.strip()]
+    assert len(names) > 10 and all(hasattr(kevin, name) for name in names), names
+
+
+def test_the_script_keeps_its_size():
+    lines = SOURCE.splitlines()
+    assert [line for line in lines if len(line) > 100] == []
+    long = {"train": 90, "evaluate": 90}
+    functions = [n for n in ast.walk(TREE) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    assert {f.name: f.end_lineno - f.lineno + 1 for f in functions
+            if f.end_lineno - f.lineno + 1 > long.get(f.name, 60)} == {}
+    assert len(lines) <= 2000
+
+
+def test_every_banner_counts_up_and_every_mark_says_something():
+    numbers = [int(n) for n in re.findall(r"^# -{4} (\d+)\. .* -+$", SOURCE, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 10
+    marks = re.findall(r"\b(PAPER|DEPARTS|GUESS)\b(:?)([^\n]*)", SOURCE.split('"""', 2)[2])
+    assert len(marks) > 10
+    assert [m for m in marks if not re.search(r"\d\.\d|\b[A-F]\b|\w{3}", m[2])] == []
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="no README.md")
+def test_every_command_in_the_readme_parses():
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^.*?\bkevin\.py ([^\n`]+)", text, re.MULTILINE)
+    words = [shlex.split(line, comments=True) for line in lines]
+    commands = [w for w in words if w and w[0] in ("train", "eval", "score", "audit")]
+    assert {w[0] for w in commands} == {"train", "eval", "score", "audit"}
+    for command, *argv in commands:
+        if command in ("train", "eval") and "--resume" not in argv:
+            kevin.parse_config(command, argv)
+
+
+# ---- 17. On a GPU --------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available() or not shutil.which("nvcc"),
+                         reason="needs a CUDA GPU and nvcc")
+GPU_TASK = kevin.Task("X-3", 1, "Gelu", "gelu", NORM.code.replace(
+    "self.norm(x)", "nn.functional.gelu(x)").replace("64, 256", "4096, 4096"))
+GPU_KERNELS = """
+__global__ void gelu_kernel(const float* x, float* out, int64_t n, float half, int64_t off) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) out[i + off] = half * x[i] * (1.f + erff(x[i] * 0.70710678f));
+}
+__global__ void spin(float* out) { while (true) atomicAdd(out, 1.f); }
+torch::Tensor gelu(torch::Tensor x, double half, int64_t off) {
+    auto out = torch::empty_like(x);
+    int64_t n = x.numel();
+    gelu_kernel<<<(n + 255) / 256, 256>>>(x.data_ptr<float>(), out.data_ptr<float>(), n, half, off);
+    return out;
+}
+torch::Tensor hang(torch::Tensor x) {
+    auto out = torch::empty_like(x);
+    spin<<<1, 1>>>(out.data_ptr<float>());
+    return out;
+}
+"""
+GPU_CPP = "torch::Tensor gelu(torch::Tensor x, double half, int64_t off); torch::Tensor hang(torch::Tensor x);"
+
+
+def gpu_candidate(expression):
+    code = candidate(expression, GPU_CPP, ["gelu", "hang"])
+    return code.replace("cpp_sources=source", f'cpp_sources=source, cuda_sources="""{GPU_KERNELS}"""')
+
+
+@pytest.fixture(scope="module")
+def gpu_judge(cache):
+    with kevin.Judge("cuda", cache) as judge:
+        yield judge
+
+
+@gpu
+def test_a_gpu_kernel_is_timed_and_faults_stay_with_their_candidate(gpu_judge, monkeypatch):
+    good, again = (gpu_candidate(f"ext.gelu(x, {half}, 0)") for half in ("0.5", "0.50"))
+    verdict = judged(gpu_judge, good, GPU_TASK)
+    assert verdict.outcome == "correct" and 0.2 < verdict.speedup < 5, verdict
+    wrong = judged(gpu_judge, gpu_candidate("ext.gelu(x, 0.6, 0)"), GPU_TASK)
+    assert wrong.outcome == "incorrect" and "elements are off" in wrong.message, wrong
+    illegal = judged(gpu_judge, gpu_candidate(f"ext.gelu(x, 0.5, {1 << 44})"), GPU_TASK)
+    assert illegal.outcome == "runtime_error", illegal
+    with monkeypatch.context() as patch:
+        patch.setattr(kevin, "RUN_TIMEOUT_S", 10.0)
+        endless = judged(gpu_judge, gpu_candidate("ext.hang(x)"), GPU_TASK)
+    assert endless.outcome == "runtime_error" and "within 10 s" in endless.message, endless
+    assert judged(gpu_judge, again, GPU_TASK).outcome == "correct"
