@@ -111,9 +111,9 @@ class Config:
     """Training and evaluation; every default is the paper's unless the help says otherwise."""
 
     # tasks and model
-    tasks: str = arg("tasks.jsonl", "task file (JSON lines) or folder of KernelBench-style programs")
+    tasks: str = arg("tasks.jsonl", "task file (JSON lines) or folder of KernelBench programs")
     model: str = arg("Qwen/QwQ-32B", "base model: a Hub id or a folder")
-    adapter: str = arg("", "adapter to evaluate, checkpoints/step-N of a run; empty: the base model")
+    adapter: str = arg("", "adapter to evaluate, checkpoints/step-N; empty: the base model")
     tiny: bool = arg(False, "a model of a million weights and three small tasks, on the CPU")
     # rollout
     tasks_per_step: int = arg(8, "tasks in a step")
@@ -231,7 +231,8 @@ class Turn:
     def from_json(line: str) -> "Turn":
         """The turn that to_json wrote."""
         row = json.loads(line)
-        verdict = Verdict(**row.pop("verdict") | {"seeds": tuple(json.loads(line)["verdict"]["seeds"])})
+        row["verdict"]["seeds"] = tuple(row["verdict"]["seeds"])
+        verdict = Verdict(**row.pop("verdict"))
         return Turn(return_=row.pop("return"), verdict=verdict, **row)
 
 
@@ -348,7 +349,7 @@ Consider {hints}.
 
 Rules, all of them enforced:
 - Call `load_inline` at module level; name the new architecture `ModelNew(nn.Module)`. It takes the
-  arguments of `Model` and returns one new tensor of the same shape and dtype; inputs stay untouched.
+  arguments of `Model` and returns one new tensor of the same shape and dtype; inputs stay as is.
 - Of `torch.nn` only Module, Parameter, containers and init may be used. Draw the parameters in the
   constructor in `Model`'s order and distribution: equal seeds must give equal weights. They may
   change after construction.
@@ -476,8 +477,9 @@ def feedback(verdict: Verdict) -> str:
 IMPORTS = set("""torch torch.nn torch.nn.Module torch.nn.Parameter torch.nn.init torch.Tensor math
     torch.utils torch.utils.cpp_extension torch.utils.cpp_extension.load_inline typing
     typing.Optional typing.List typing.Tuple""".split())
-TORCH_NAMES = re.compile(r"""torch\.( (empty|zeros|ones|full)(_like)? | empty_strided | randn? | tensor
-    | arange | b?float(16|32|64)? | double | half | u?int(8|16|32|64)? | long | bool | dtype | device
+TORCH_NAMES = re.compile(r"""torch\.( (empty|zeros|ones|full)(_like)? | empty_strided | randn?
+    | tensor | arange | b?float(16|32|64)? | double | half | u?int(8|16|32|64)? | long | bool
+    | dtype | device
     | Size | Tensor | \w+_format | channels_last(_3d)? | no_grad | inference_mode | nn | utils
     | utils\.cpp_extension(\.load_inline)? | nn\.init(\.\w+)? | nn\.parameter(\.Parameter)?
     | nn\.(Module|Parameter)(List|Dict)? )""", re.VERBOSE)  # PAPER: its code has these of torch.nn
@@ -511,7 +513,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def check_structure(tree: ast.Module) -> dict[str, str]:
-    """One class ModelNew(nn.Module) beside imports, assignments and functions; the import aliases."""
+    """One class ModelNew(nn.Module) beside imports, assignments, functions; the import aliases."""
     aliases = {}
     for node in ast.walk(tree):
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
@@ -545,7 +547,7 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
 
 
 def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
-    """Names that only ever hold a built extension (`ext`, `self.ops`): their attributes are free."""
+    """Names that only ever hold a built extension (`ext`, `self.op`): their attributes are free."""
     handles: set[str] = set()
     for _ in range(3):  # a handle may be handed on
         for node in ast.walk(tree):
@@ -583,9 +585,10 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
     chain, base, name = dotted(node), dotted(node.value), node.attr
     if not loads and base != "self":
         raise Violation("assignment", node, "only attributes of self may be assigned")
-    if isinstance(node.value, ast.Call) and dotted(node.value.func) == "super" and name == "__init__":
+    called = dotted(node.value.func) if isinstance(node.value, ast.Call) else ""
+    if (called, name) == ("super", "__init__") or name == "_calculate_fan_in_and_fan_out":
         return
-    if "__" in name or name[0] == "_" and base != "self" and name != "_calculate_fan_in_and_fan_out":
+    if "__" in name or name[0] == "_" and base != "self":
         raise Violation("dunder", node, f"`.{name}` may not be used")
     root = chain.split(".")[0]
     if root in aliases:
@@ -600,7 +603,7 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
     """The first rule that the candidate's Python breaks, as (rule, message with its line) (6.2, F).
 
     Words in comments, strings and C++ text mean nothing. What the compiled code calls is looked at
-    by foreign_symbols, what forward dispatches by check_dispatch.
+    by foreign_symbols, what forward dispatches by the judge.
 
     >>> find_hacks("import os")
     ('import', 'line 1: `os` may not be imported here')
@@ -629,16 +632,18 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
 
 # Operators for allocation, views and copies, each also with an overload suffix (slice_Tensor).
 OPERATORS_ALLOWED = re.compile(r"""( (empty|zeros|ones|full)(_like)? | new_(empty|zeros|ones|full)
-    | empty_strided | fill_? | zero_? | copy_? | _to_copy | clone | contiguous | (view|expand|reshape)(_as)?
-    | _?unsafe_view | _reshape_alias | permute | transpose | t | numpy_T | (un)?flatten | (un)?squeeze
-    | select | slice | narrow | as_strided | detach | alias | to_(dtype|device|other) | item | unbind
-    | _local_scalar_dense | is_pinned | lift_fresh | movedim | data | set_data )(_\w+)?""", re.VERBOSE)
-C_ALLOWED = re.compile(r"""( (__)?mem(cpy|move|set|cmp|chr)(_chk)? | str(len|n?cmp|chr) | malloc | free
-    | [cr]e?alloc | aligned_alloc | posix_memalign | abort | (__)?[fsv]*n?printf(_chk)? | f?put[sc] | putchar
-    | fwrite | fflush | std(out|err) | s?rand | qsort | bsearch | __stack_chk_fail | __assert_fail
-    | __errno_location | __tls_get_addr | __cxa_finalize | __gmon_start__
-    | cudaLaunch(Cooperative)?Kernel(ExC)? | __cuda(Push|Pop)CallConfiguration | __cuda(R|Unr)egisterFatBinary(End)?
-    | __cudaRegister(Function|Var) | __cuda(InitModule|GetKernel|LaunchKernel) | cuda(Get|PeekAt)LastError
+    | empty_strided | fill_? | zero_? | copy_? | _to_copy | clone | contiguous | view(_as)?
+    | expand(_as)? | reshape(_as)? | _?unsafe_view | _reshape_alias | permute | transpose | t
+    | numpy_T | (un)?flatten | (un)?squeeze | select | slice | narrow | as_strided | detach | alias
+    | to_(dtype|device|other) | item | unbind | _local_scalar_dense | is_pinned | lift_fresh
+    | movedim | data | set_data )(_\w+)?""", re.VERBOSE)
+C_ALLOWED = re.compile(r"""( (__)?mem(cpy|move|set|cmp|chr)(_chk)? | str(len|n?cmp|chr) | malloc
+    | free | [cr]e?alloc | aligned_alloc | posix_memalign | abort | (__)?[fsv]*n?printf(_chk)?
+    | f?put[sc] | putchar | fwrite | fflush | std(out|err) | s?rand | qsort | bsearch
+    | __stack_chk_fail | __assert_fail | __errno_location | __tls_get_addr | __cxa_finalize
+    | __gmon_start__ | cudaLaunch(Cooperative)?Kernel(ExC)? | __cuda(Push|Pop)CallConfiguration
+    | __cuda(R|Unr)egisterFatBinary(End)? | __cudaRegister(Function|Var)
+    | __cuda(InitModule|GetKernel|LaunchKernel) | cuda(Get|PeekAt)LastError
     | cudaGetError(String|Name) | cudaFunc(Set|Get)(Attributes?|CacheConfig)
     | cudaOccupancyMaxActiveBlocks\w+ | cudaDeviceGetAttribute | cudaGetDevice(Properties(_v2)?)?
     | cudaMemset(Async)? | cudaMemcpyAsync | cudaMemcpyToSymbol(Async)? | cudaGetSymbolAddress
@@ -778,12 +783,14 @@ def enter_sandbox(spec: dict, own_pids: bool) -> dict[str, str]:
             resource.setrlimit(kind, (value, value))
 
     def user():
+        needed = [sysconfig.get_path("stdlib"), *spec["readable"], *spec["writable"]]
+        needed = list(filter(os.path.exists, needed))
         os.setgroups([])
         os.seteuid(uid)
-        readable = os.access(sysconfig.get_path("stdlib"), os.R_OK, effective_ids=True)
+        closed = [p for p in needed if not os.access(p, os.R_OK, effective_ids=True)]
         os.seteuid(0)
-        if not readable:
-            raise OSError(errno.EACCES, "Python is not readable by other users")
+        if closed:
+            raise OSError(errno.EACCES, f"{closed[0]} is closed to other users")
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
         libc("prctl", 4, 1, 0, 0, 0)  # dumpable again, or /proc/self belongs to root
@@ -1056,13 +1063,15 @@ LIGHT_HEADER = "\n".join([
     "namespace torch {", "using namespace at;", "using std::nullopt;", "using std::optional;",
     "using Dtype = at::ScalarType;", "inline std::optional<Device> device_of(const Tensor& t) {",
     "    return t.device(); }", *[f"constexpr auto k{new} = at::k{old};" for new, old in (
-        ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"), ("Int64", "Long"),
-        ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
+        ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"),
+        ("Int64", "Long"), ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
     "namespace at { using torch::device_of; }", ""])
 HEADERS = {  # the full headers' names, and those that every operator includes and none needs
     **dict.fromkeys(("torch/extension.h", "torch/types.h", "torch/all.h", "torch/torch.h",
-                     "ATen/ATen.h", "ATen/Functions.h"), "#pragma once\n#include <kevin_light.h>\n"),
-    **dict.fromkeys(("ATen/Context.h", "ATen/TensorUtils.h", "ATen/DeviceGuard.h"), "#pragma once\n"),
+                     "ATen/ATen.h", "ATen/Functions.h"),
+                    "#pragma once\n#include <kevin_light.h>\n"),
+    **dict.fromkeys(("ATen/Context.h", "ATen/TensorUtils.h", "ATen/DeviceGuard.h"),
+                    "#pragma once\n"),
     "c10/cuda/CUDAGuard.h": "#pragma once\n#include <c10/cuda/CUDAStream.h>\n"  # one device: no-ops
     "namespace c10::cuda {\nstruct OptionalCUDAGuard { OptionalCUDAGuard() {}\n"
     "    template <class T> explicit OptionalCUDAGuard(const T&) {} };\n"
@@ -1114,7 +1123,7 @@ def read_regular(path: Path) -> bytes:
 
 
 class Toolchain:
-    """Compilers, light headers and built kernels, in one folder for a torch, compiler and device."""
+    """Compilers, light headers and built kernels, in a folder for a torch, compiler and device."""
 
     def __init__(self, cache: str, device: str):
         import ninja
@@ -1126,7 +1135,7 @@ class Toolchain:
             missing = "nvcc" if self.gcc else "g++"
             raise UserError(f"no compiler: {missing} is not on PATH (Debian: apt install g++)")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, cpu_name(), 2)
+                    SAMPLE, cpu_name(), 3)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
         for name in ("scratch", "built", "include"):
@@ -1141,7 +1150,7 @@ class Toolchain:
         standard = "c++20" if torch.__version__ >= "2.12" else "c++17"
         self.flags = ["-DTORCH_API_INCLUDE_EXTENSION_H", f"-std={standard}", f"-I{self.include}",
                       *[part for path in system for part in ("-isystem", str(path))]]
-        self.gcc_flags = ["-O1", "-march=native"]
+        self.gcc_flags = ["-O1", "-march=native", "-fno-trapping-math", "-fno-math-errno"]
         # what is not used leaves the library, and with it the symbols that headers bring along
         self.host_flags = ["-fPIC", "-fvisibility=hidden", "-ffunction-sections"]
         symbols = self.root / "symbols.json"
@@ -1156,7 +1165,8 @@ class Toolchain:
         for name, text in HEADERS.items():
             (self.include / name).parent.mkdir(parents=True, exist_ok=True)
             (self.include / name).write_text(text)
-        gcc, header = [self.gcc, *self.flags, *self.host_flags, *self.gcc_flags], self.include / "kevin_binding.h"
+        gcc = [self.gcc, *self.flags, *self.host_flags, *self.gcc_flags]
+        header = self.include / "kevin_binding.h"
         run_tool(*gcc, "-x", "c++-header", header, "-o", f"{header}.gch")
         sample, library = self.root / "sample.cpp", self.root / "sample.so"
         sample.write_text(self.binding({"cpp": [SAMPLE], "functions": ["f", "k"]}, "", False))
@@ -1174,14 +1184,16 @@ class Toolchain:
                  *call["cpp"], "#pragma GCC pop_options"]
         if call["functions"] is not None:
             wrap = 'm.def("{0}", torch::wrap_pybind_function({0}), "{0}");'.format
-            lines += ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {", *map(wrap, call["functions"]), "}"]
+            bound = map(wrap, call["functions"])
+            lines += ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {", *bound, "}"]
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path, name: str, call: dict, full: bool) -> None:
         """main.cpp, cuda.cu and build.ninja of one extension; all flags are ours."""
-        text, ops = "\n".join(call["cpp"] + call["cuda"]), Path(torch.__file__).parent / "include"
+        text, ops = "\n".join(call["cpp"] + call["cuda"]), Path(torch.__file__).parent
+        ops = ops / "include/ATen/ops"
         named = sorted(set(re.findall(r"\b(?:torch|at)::(\w+)", text)) - set(OPERATORS))
-        extra = [f"#include <{h}>" for h in (f"ATen/ops/{n}.h" for n in named) if (ops / h).exists()]
+        extra = [f"#include <ATen/ops/{n}.h>" for n in named if (ops / f"{n}.h").exists()]
         extra += ["#include <ATen/Dispatch.h>"] * ("AT_DISPATCH" in text)
         extra = "\n".join([] if full else extra)
         (folder / "main.cpp").write_text(self.binding(call, extra, full))
@@ -1191,8 +1203,8 @@ class Toolchain:
         commands = {"main.o": [self.gcc, *common, *self.host_flags, *self.gcc_flags,
                                "-Wa,-aln=main.lst -c main.cpp"]}
         if call["cuda"]:
-            head = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n" + extra
-            source = "\n".join([head, '#line 1 "cuda_source"', *call["cuda"], ""])
+            head = "\n".join(f"#include <{h}.h>" for h in ("torch/types", "cuda", "cuda_runtime"))
+            source = "\n".join([head, extra, '#line 1 "cuda_source"', *call["cuda"], ""])
             (folder / "cuda.cu").write_text(source)
             fast = ["--use_fast_math"] * ("--use_fast_math" in call["flags"])
             # one architecture, or each costs a compile; device code is at -O3 unless told otherwise
@@ -1336,11 +1348,13 @@ class Judge:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.zygote_sock, other = pair
         self.zygote_sock.settimeout(120)  # the first answer waits for the import of torch
-        kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME")}
+        env = {k: v for k, v in os.environ.items()
+               if k in ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME")}
+        env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         argv = [sys.executable, os.path.abspath(__file__), "zygote", str(other.fileno())]
         with other:
-            self.zygote = subprocess.Popen(argv, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
-                                           env=kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+            self.zygote = subprocess.Popen(argv, pass_fds=[other.fileno()], env=env,
+                                           stdin=subprocess.DEVNULL)
 
     def child(self, folder: Path | None = None, argv: list[str] | None = None) -> Child:
         """A fresh sandboxed process: a worker, or argv run in folder, which then is its own."""
@@ -1420,14 +1434,14 @@ class Judge:
                 log = log.decode(errors="replace") if ended else "error: compiling took too long"
                 if library and ended:
                     return self.chain.gate(folder, library), library
-                if re.search(r"^ninja: (error|fatal)", log, re.MULTILINE):
+                if not log or re.search(r"^ninja: (error|fatal)", log, re.MULTILINE):
                     raise JudgeFault(f"the build did not run: {log[:500]}")
                 if not NEEDS_FULL.search(log):
                     break
         return Verdict("compile_error", message=first_errors(log)), b""
 
     def check(self, task: Task, build: Build) -> Verdict:
-        """Correctness, then time, of a built candidate; nothing else may use the device meanwhile."""
+        """Correctness, then time, of a built candidate; nothing else may use the device."""
         return self._retried(lambda: self._check(task, build))
 
     def _check(self, task: Task, build: Build) -> Verdict:
@@ -1441,7 +1455,7 @@ class Judge:
                     candidate.run()
                     error, problem, same = candidate.problem(weights, seeds[-1])
                     if problem:
-                        return Verdict("incorrect", message=problem, error=error, seeds=tuple(seeds))
+                        return Verdict("incorrect", "", problem, error=error, seeds=tuple(seeds))
                     worst, constant = max(worst, error), constant and same
                 ops = candidate.child.ask("dispatch").get("ops")
                 foreign = [op for op in ops if not OPERATORS_ALLOWED.fullmatch(str(op))]
@@ -1474,7 +1488,8 @@ def reference_answer(task: Task, weights: int, seed: int, device: str) -> tuple:
         with torch.random.fork_rng(devices), torch.no_grad():
             get_inputs, model, exact = reference_models(task.code, weights, device)
             inputs = seeded_inputs(get_inputs, seed, device)
-            wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
+            wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+                    for x in inputs]
             truth, eager = exact(*wide), model(*inputs)
             read = [t for t in [*inputs, *model.parameters()] if torch.is_tensor(t)]
             return truth, eager, sum(t.numel() * t.element_size() for t in read)
@@ -1619,8 +1634,9 @@ def compare(output: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor) -> t
     if not wrong.any():
         return (error if text else 0.0), ""
     index = tuple(wrong.nonzero()[0].tolist())
+    found, right = output[index].item(), truth[index].item()
     return error, (f"{text}{int(wrong.sum())} of {truth.numel()} elements are off, the first at "
-                   f"{list(index)}: {output[index].item():.6g} instead of {truth[index].item():.6g}")
+                   f"{list(index)}: {found:.6g} instead of {right:.6g}")
 
 
 def fill_burst(subject: Subject, weights: int, ms: float) -> list[int]:
@@ -1802,7 +1818,7 @@ class Policy(nn.Module):
         return [p for p in self.lm.parameters() if p.requires_grad]
 
     def render(self, messages: list[dict]) -> tuple[str, list[int]]:
-        """Text and ids of a chat with the answer's thought opened (PAPER: its code adds <think>)."""
+        """Text and ids of a chat with the answer's thought opened (PAPER: its code)."""
         text = self.tokenizer.apply_chat_template(messages, tokenize=False,
                                                   add_generation_prompt=True)
         text += "" if text.endswith("<think>\n") else "<think>\n"
@@ -1813,7 +1829,7 @@ class Policy(nn.Module):
         ended = completion_ids and completion_ids[-1] in self.eos_ids
         return self.tokenizer.decode(completion_ids[: -1 if ended else None])
 
-    def _head(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    def _head(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float):
         logits = self.base.get_output_embeddings()(hidden).float() / temperature
         return -nn.functional.cross_entropy(logits, targets, reduction="none")
 
@@ -1825,14 +1841,14 @@ class Policy(nn.Module):
         """
         ids = prompt_ids + completion_ids
         padding = -len(ids) % 256 if self.lm.device.type == "cuda" else 0
-        row = torch.tensor([ids + [0] * padding], device=self.lm.device)  # (1, prompt + T + padding)
+        row = torch.tensor([ids + [0] * padding], device=self.lm.device)  # (1, length)
         backbone = getattr(self.base, self.base.base_model_prefix)
         hidden = backbone(input_ids=row, use_cache=False).last_hidden_state[0]
         hidden = hidden[len(prompt_ids) - 1 : len(ids) - 1]  # position t predicts t + 1
         targets = row[0, len(prompt_ids) : len(ids)]
-        pieces = [torch.utils.checkpoint.checkpoint(self._head, h, t, temperature, use_reentrant=False)
-                  for h, t in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK))]
-        return torch.cat(pieces)
+        head = functools.partial(torch.utils.checkpoint.checkpoint, self._head, use_reentrant=False)
+        chunks = zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK))
+        return torch.cat([head(h, t, temperature) for h, t in chunks])
 
 
 def with_adapter(lm: nn.Module, tokenizer, rank: int, alpha: int, adapter: str = "") -> Policy:
@@ -1879,7 +1895,7 @@ def load_policy(config: Config) -> Policy:
         raise UserError(f"cannot load {name}: {str(e).splitlines()[0]}") from None
     with accelerate.init_empty_weights():
         empty = transformers.AutoModelForCausalLM.from_config(shape)
-    needed = sum(p.numel() for p in empty.parameters()) * 2.5 / 2**30 + 4  # with adapter and activations
+    needed = sum(p.numel() for p in empty.parameters()) * 2.5 / 2**30 + 4
     free = torch.cuda.mem_get_info()[0] / 2**30
     if free < needed:
         raise UserError(f"{name} needs about {needed:.0f} GiB on one GPU and {free:.0f} are free; "
@@ -2037,9 +2053,9 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             max_new_tokens: int, on_turn) -> None:
     """Extends every trajectory to config.turns turns in one event loop, without a barrier (4, C).
 
-    Finished answers compile in the background while others decode. When enough are built, or nothing
-    decodes, decoding pauses, the judge has the device to itself, and the next prompts join the
-    batch. on_turn(turn) is called for each new turn. A kernel that was already judged in this
+    Finished answers compile in the background while others decode. When enough are built, or
+    nothing decodes, decoding pauses, the judge has the device to itself, and the next prompts join
+    the batch. on_turn(turn) is called for each new turn. A kernel that was already judged in this
     rollout keeps its verdict (GUESS): another timing would only add noise.
     """
     device = (judge.device, judge.device_name)
@@ -2051,8 +2067,9 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
         if turn < config.turns:
             prompt, ids = build_prompt(trajectory.task, trajectory.turns, device, chat,
                                        config.max_prompt_tokens)
-            seed = stable_seed(config.seed, trajectory.step, trajectory.task.id, trajectory.index, turn)
-            engine.add(Request(trajectory, prompt, ids, max_new_tokens, random.Random(seed)))
+            place = trajectory.step, trajectory.task.id, trajectory.index, turn
+            draws = random.Random(stable_seed(config.seed, *place))
+            engine.add(Request(trajectory, prompt, ids, max_new_tokens, draws))
 
     def settle(request, verdict):
         turn = finish_turn(request, chat, verdict, config.correct_weight)
@@ -2183,7 +2200,7 @@ def grade(turns: list[Turn], config: Config) -> list[Turn]:
         graded += [replace(t, return_=r, advantage=a)
                    for t, r, a in zip(group, returns, advantages)]
     if config.scale == "batch":
-        spread = math.sqrt(mean(t.advantage**2 for t in graded)) or 1.0
+        spread = math.sqrt(mean(t.advantage**2 for t in graded if t.return_ is not None)) or 1.0
         graded = [replace(t, advantage=t.advantage / spread) for t in graded]
     return graded
 
@@ -2235,6 +2252,10 @@ def open_run(config: Config, command: str) -> Path:
                 raise UserError(f"run folder {run} is another configuration's: {name} is "
                                 f"{there.get(name)!r} there and {value!r} here")
     run.mkdir(parents=True, exist_ok=True)
+    try:  # held until this process ends
+        fcntl.flock(os.open(run / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"run folder {run} is in use by another process") from None
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
                          capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -2300,23 +2321,22 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer, schedule) -> int:
 def pick_tasks(tasks: list[Task], count: int, step: int, seed: int) -> list[Task]:
     """The tasks of a step, the same on every process: shuffled passes over all tasks.
 
-    Within a pass the levels are interleaved, so that a step mixes easy and hard (PAPER: 6.3).
+    Within a pass the levels are interleaved, so that a step mixes easy and hard (PAPER: 6.3); what
+    does not fill a step is left out of the pass (PAPER: its code).
     """
-    chosen = []
-    for number in range(step * count, (step + 1) * count):
-        epoch, place = divmod(number, len(tasks))
-        order = []
-        for level in sorted({str(t.level) for t in tasks}):
-            members = [t for t in tasks if str(t.level) == level]
-            random.Random(stable_seed(seed, "tasks", epoch, level)).shuffle(members)
-            order += [((i + 0.5) / len(members), level, t) for i, t in enumerate(members)]
-        chosen.append(sorted(order, key=lambda row: row[:2])[place][2])
-    return chosen
+    epoch, place = divmod(step, max(1, len(tasks) // count))
+    order = []
+    for level in sorted({str(t.level) for t in tasks}):
+        members = [t for t in tasks if str(t.level) == level]
+        random.Random(stable_seed(seed, "tasks", epoch, level)).shuffle(members)
+        order += [((i + 0.5) / len(members), level, t) for i, t in enumerate(members)]
+    order.sort(key=lambda row: row[:2])
+    return [task for _, _, task in order[place * count : (place + 1) * count]]
 
 
 def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int, config: Config,
                accelerator) -> dict[str, float]:
-    """The updates of one step on this process's share of the graded turns; the last one's metrics."""
+    """The updates of a step on this process's share of the graded turns; the last one's metrics."""
     order = list(turns)
     random.Random(stable_seed(config.seed, "split", step)).shuffle(order)
     parts = [order[i :: config.updates_per_step] for i in range(config.updates_per_step)]
@@ -2324,7 +2344,7 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
     for part in parts:  # GUESS: halves of the batch, not two passes; dealt by length
         part.sort(key=lambda t: len(t.prompt_ids) + len(t.completion_ids))
         mine = part[accelerator.process_index :: accelerator.num_processes]
-        # PAPER: 3.3, old log-probs of all samples before the first update; later ones are off-policy
+        # PAPER: 3.3, old log-probs before the first update; later ones are off-policy
         shares.append(store_logprobs(policy, mine, config))
     for part, share in zip(parts, shares):
         metrics = update(policy, optimizer, share, len(part), config,
@@ -2338,13 +2358,14 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
 
 def run_rollout(engine, judge, policy, tasks: list[Task], step: int, config: Config, limit: int,
                 recorded: dict, log: Path, title: str) -> list[Turn]:
-    """All turns of some tasks in a step: those already recorded, then the rest, logged one by one."""
+    """All turns of some tasks in a step: the recorded ones, then the rest, logged one by one."""
     from accelerate.utils import tqdm
 
     group = [Trajectory(task, step, i) for task in tasks for i in range(config.trajectories)]
     for trajectory in group:
-        while (key := (step, trajectory.task.id, trajectory.index, len(trajectory.turns))) in recorded:
-            trajectory.turns.append(recorded[key])
+        keys = [(step, trajectory.task.id, trajectory.index, n) for n in range(config.turns)]
+        while len(done := trajectory.turns) < config.turns and keys[len(done)] in recorded:
+            done.append(recorded[keys[len(done)]])
     total, done = len(group) * config.turns, sum(len(t.turns) for t in group)
     with tqdm(total=total, initial=done, desc=title, unit="turn", leave=False) as bar:
 
@@ -2371,7 +2392,7 @@ def train(config: Config) -> None:
     accelerator = accelerate.Accelerator(cpu=config.tiny, kwargs_handlers=[patience])
     kind = accelerator.distributed_type.value
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        raise UserError(f"{kind} shards the model; every process here holds it whole: launch without")
+        raise UserError(f"{kind} shards the model; here every process holds it whole")
     main, barrier = accelerator.is_main_process, accelerator.wait_for_everyone
     rank, world = accelerator.process_index, accelerator.num_processes
     tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
@@ -2386,6 +2407,8 @@ def train(config: Config) -> None:
     logs = [*sorted((run / "pending").glob("*")), run / "turns.jsonl"]
     recorded = {turn.key: turn for log in logs for turn in read_turns(log) if turn.step >= first}
     written = {turn.key for turn in read_turns(run / "turns.jsonl")}
+    lines = (run / "metrics.jsonl").read_text().split("\n")[:-1] if found else []
+    logged = {json.loads(line)["step"] for line in lines}
     barrier()  # everyone has read before anyone writes
     with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
                config.unsafe) as judge:
@@ -2399,18 +2422,18 @@ def train(config: Config) -> None:
             start, late = time.time(), step >= config.late_step  # PAPER: 4.4, longer answers late
             limit = config.late_new_tokens if late else config.max_new_tokens
             judge.baselines.clear()
-            turns = run_rollout(
-                engine, judge, policy,
-                pick_tasks(tasks, config.tasks_per_step, step, config.seed)[rank::world], step, config,
-                limit, recorded, run / f"pending/rank-{rank}", f"step {step + 1}/{config.steps}")
+            mine = pick_tasks(tasks, config.tasks_per_step, step, config.seed)[rank::world]
+            turns = run_rollout(engine, judge, policy, mine, step, config, limit, recorded,
+                                run / f"pending/rank-{rank}", f"step {step + 1}/{config.steps}")
             rolled = time.time()
             turns = grade(gather_object(turns), config)
             metrics = {"step": step, **step_metrics(turns)}
             metrics |= train_step(policy, optimizer, schedule, turns, step, config, accelerator)
             metrics |= {"time/rollout": rolled - start, "time/update": time.time() - rolled}
             if main:
-                append_lines(run / "turns.jsonl", [t.to_json() for t in turns if t.key not in written])
-                append_lines(run / "metrics.jsonl", [json.dumps(metrics)])
+                fresh = [t.to_json() for t in turns if t.key not in written]
+                append_lines(run / "turns.jsonl", fresh)
+                append_lines(run / "metrics.jsonl", [json.dumps(metrics)] * (step not in logged))
                 save_checkpoint(run, policy, optimizer, schedule, step + 1)
                 for log in (run / "pending").glob("*"):
                     log.unlink()
@@ -2425,9 +2448,10 @@ def print_step(metrics: dict, header: bool) -> None:
     if header:
         print(f"{'step':>4} {'score':>6} {'correct':>7} {'speedup':>7}  outcomes")
     shares = {name: metrics["outcome/" + name] for name in OUTCOMES}
-    print(f"{metrics['step'] + 1:>4} {metrics['score/mean']:>6.2f} {metrics['kernel/correct']:>7.0%} "
-          f"{metrics['kernel/speedup']:>6.2f}x  "
-          + ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share), flush=True)
+    outcomes = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
+    print(f"{metrics['step'] + 1:>4} {metrics['score/mean']:>6.2f} "
+          f"{metrics['kernel/correct']:>7.0%} {metrics['kernel/speedup']:>6.2f}x  {outcomes}",
+          flush=True)
 
 
 # ---- 13. Evaluation and audit (paper 5) ----------------------------------------------------------
@@ -2541,7 +2565,8 @@ def tiny_tokenizer(texts: list[str]):
         byte_level(add_prefix_space=False, use_regex=False)])
     raw.decoder = decoders.ByteLevel()
     raw.train_from_iterator(texts * 2, trainers.BpeTrainer(
-        vocab_size=4000, min_frequency=2, show_progress=False, initial_alphabet=byte_level.alphabet(),
+        vocab_size=4000, min_frequency=2, show_progress=False,
+        initial_alphabet=byte_level.alphabet(),
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>",
@@ -2549,12 +2574,12 @@ def tiny_tokenizer(texts: list[str]):
 
 
 def tiny_example(task: Task, chat, draws: random.Random) -> tuple[list[int], list[int]]:
-    """(prompt ids, answer ids): an example answer, sometimes after another with made-up feedback."""
+    """(prompt ids, answer ids): an answer, sometimes after another with made-up feedback."""
     weights, turns = [answer["weight"] for answer in task.answers], []
     texts = [a["text"] for a in draws.choices(task.answers, weights, k=draws.choice((1, 1, 1, 2)))]
     for text in texts[:-1]:
         outcome = draws.choice(("correct", "incorrect", "compile_error", "hack"))
-        verdict = Verdict(outcome, "rule", "message", draws.random(), draws.random(), draws.random())
+        verdict = Verdict(outcome, "rule", "message", *(draws.random() for _ in range(3)))
         _, kernel, summary = parse_response(text)
         turns.append(Turn(task.id, 0, 0, 0, "", text, [], [], [], "stop", kernel, summary, verdict,
                           feedback(verdict), 0.0))
@@ -2587,7 +2612,8 @@ def tiny_policy(run: Path, tasks: list[Task], config: Config, main: bool, barrie
         for _ in tqdm(range(TINY_WARMUP), desc="warm-up", leave=False):
             batch = [tiny_example(draws.choice(tasks), policy, draws) for _ in range(TINY_BATCH)]
             longest = max(len(prompt) + len(answer) for prompt, answer in batch)
-            ids, labels = torch.zeros(TINY_BATCH, longest).long(), torch.full((TINY_BATCH, longest), -100)
+            ids = torch.zeros(TINY_BATCH, longest).long()
+            labels = torch.full_like(ids, -100)
             for row, (prompt, answer) in enumerate(batch):  # right padding needs no mask
                 end = len(prompt) + len(answer)
                 ids[row, :end] = torch.tensor(prompt + answer)
@@ -2609,6 +2635,7 @@ def load_tiny(folder: Path, config: Config, adapter: str = "") -> Policy:
     """A run's base model on the CPU, with a fresh adapter or the given one."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     lm = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     torch.manual_seed(config.seed)  # the same fresh adapter on every process
@@ -2622,13 +2649,24 @@ EVAL_OPTIONS = """tasks model adapter tiny turns trajectories temperature max_pr
     out seed""".split()
 
 
+def make_parser(command: str) -> argparse.ArgumentParser:
+    """A parser without abbreviations whose complaints are one line."""
+
+    def complain(message):
+        raise UserError(f"{command}: {message}")
+
+    parser = argparse.ArgumentParser(f"kevin.py {command}", allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = complain
+    return parser
+
+
 def parse_config(command: str, argv: list[str]) -> Config:
     """The configuration of a `train` or `eval` command line.
 
     Defaults come from Config, then --tiny's, then those of the run that --resume names.
     """
-    parser = argparse.ArgumentParser(f"kevin.py {command}", allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = make_parser(command)
     for f in fields(Config):
         if f.name in EVAL_OPTIONS if command == "eval" else f.name != "adapter":
             kind = {"choices": get_args(f.type)} if get_args(f.type) else {"type": f.type}
@@ -2652,12 +2690,12 @@ def parse_config(command: str, argv: list[str]) -> Config:
 
 def score(argv: list[str]) -> int:
     """`score`: verdicts on candidate files; 0 all correct, 1 some not, 3 the judge failed."""
-    parser = argparse.ArgumentParser("kevin.py score", allow_abbrev=False)
+    parser = make_parser("score")
     parser.add_argument("--task", required=True, help="task id, or a task program (.py)")
     parser.add_argument("--candidate", required=True, nargs="+", help="candidate files")
-    parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl", help="where ids are found")
+    parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl", help="where ids are")
     parser.add_argument("--json", action="store_true", help="a JSON object a candidate on stdout")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there")
     parser.add_argument("--cache", default=Config.cache, help="folder of built kernels")
     parser.add_argument("--unsafe", action="store_true", help="run what cannot be contained")
     args = parser.parse_args(argv)
@@ -2665,7 +2703,7 @@ def score(argv: list[str]) -> int:
     known = {t.id: t for path in paths for t in load_tasks(path)}
     task = known.get(Path(args.task).stem if args.task.endswith(".py") else args.task)
     if task is None:
-        raise UserError(f"unknown task {args.task}; {args.tasks} hold {', '.join(list(known)[:20])}")
+        raise UserError(f"unknown task {args.task}; there are {', '.join(list(known)[:20])}")
     for file in args.candidate:
         if not Path(file).is_file():
             raise UserError(f"candidate file {file} does not exist")
@@ -2678,8 +2716,8 @@ def score(argv: list[str]) -> int:
             outcomes.add(verdict.outcome)
             row = {"candidate": file, "task": task.id, **asdict(verdict),
                    "score": kernel_score(verdict), "feedback": feedback(verdict)}
-            print(json.dumps(row) if args.json else
-                  f"{file}: {verdict.outcome}, score {row['score']}\n{row['feedback']}\n", flush=True)
+            text = f"{file}: {verdict.outcome}, score {row['score']}\n{row['feedback']}\n"
+            print(json.dumps(row) if args.json else text, flush=True)
     return 3 if "judge_error" in outcomes else int(outcomes != {"correct"})
 
 
@@ -2692,13 +2730,16 @@ def main(argv: list[str]) -> int:
         elif command == "score":
             return score(rest)
         elif command == "audit":
-            parser = argparse.ArgumentParser("kevin.py audit", allow_abbrev=False)
+            parser = make_parser("audit")
             parser.add_argument("run", type=Path, help="run folder")
             return int(audit(parser.parse_args(rest).run) > 0)
         elif command in ("-h", "--help"):
             print(__doc__)
         else:
             raise UserError(f"no command {command}; there are train, eval, score and audit")
+    except KeyboardInterrupt:
+        print("kevin: interrupted; --resume goes on with the run", file=sys.stderr)
+        return 130
     except (UserError, JudgeFault) as e:
         print(f"kevin: {e}", file=sys.stderr)
         return 2 if isinstance(e, UserError) else 3
