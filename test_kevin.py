@@ -304,7 +304,7 @@ def test_feedback_states_the_facts_and_asks_again(outcome):
 
 
 def test_compiler_errors_come_first_and_without_noise_or_private_paths():
-    log = "[1/2] g++ -c main.cpp\nIn file included from /opt/torch/a.h:3,\n/w/m.cpp:2:1: warning: w"
+    log = "[1/2] g++ -c main.cpp\nIn file included from /opt/lib/a.h:3,\n/w/m.cpp:2:1: warning: w"
     for i in range(100):
         log += f"\n/home/me/kevin/m.cpp:{i}:5: error: fault {i}\n    {i} | code {i}"
     log += "\nninja: build stopped: subcommand failed."
