@@ -2253,7 +2253,7 @@ def open_run(config: Config, command: str) -> Path:
                                 f"{there.get(name)!r} there and {value!r} here")
     run.mkdir(parents=True, exist_ok=True)
     try:  # held until this process ends
-        fcntl.flock(os.open(run / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(os.open(run / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"run folder {run} is in use by another process") from None
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,

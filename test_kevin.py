@@ -1503,7 +1503,8 @@ def test_a_run_folder_of_another_configuration_is_refused(tmp_path):
     config = kevin.Config(out=str(tmp_path / "run"))
     run = kevin.open_run(config, "train")
     assert kevin.open_run(replace(config, steps=99), "train") == run
-    assert {f.name for f in run.iterdir()} == {"config.json", "environment.json", "kevin.py"}
+    assert {f.name for f in run.iterdir()} == {
+        "config.json", "environment.json", "kevin.py", "lock"}
     with pytest.raises(kevin.UserError, match="gamma is 0.4 there and 0.5 here"):
         kevin.open_run(replace(config, gamma=0.5), "train")
 
