@@ -688,7 +688,7 @@ def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str
 # and every candidate. A child is hostile from the moment it loads the candidate: its output is not
 # read, its messages are bounded JSON, and only bytes that equal the parent's answer earn anything.
 
-BUILD_TIMEOUT_S, RUN_TIMEOUT_S = 180.0, 60.0
+BUILD_TIMEOUT_S, RUN_TIMEOUT_S, MAX_EXTENSIONS = 180.0, 60.0, 8
 MESSAGE_LIMIT, CHILD_MEMORY, CHILD_FILE = 1 << 20, 8 << 30, 256 << 20  # bytes
 
 
@@ -1396,8 +1396,11 @@ class Judge:
             return Verdict("runtime_error", message=str(e))
         finally:
             recorder.kill()
+        if not isinstance(calls, list) or not 0 < len(calls) <= MAX_EXTENSIONS:
+            text = f"load_inline must be called one to {MAX_EXTENSIONS} times"
+            return Verdict("hack", "no kernel", text)
         names, libraries = [], []
-        for call in calls if isinstance(calls, list) else ():
+        for call in calls:
             key = f"kevin_{stable_seed(call, self.source):016x}"
             done = self.chain.root / "built" / key  # the cache holds a library or a verdict
             with open(done.with_suffix(".lock"), "w") as lock:
@@ -1519,6 +1522,9 @@ class Subject:
                 self.pointer = ctypes.c_void_p()
                 handle = IpcHandle.from_buffer_copy(bytes.fromhex(str(reply.get("handle"))))
                 cuda("cudaIpcOpenMemHandle", ctypes.byref(self.pointer), handle, ctypes.c_uint(1))
+        except (ValueError, RuntimeError):
+            self.child.kill()
+            raise CandidateError("the process sent an unreadable message") from None
         except BaseException:
             self.child.kill()
             raise
