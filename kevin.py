@@ -918,8 +918,8 @@ class Worker:
         self._execute(code, record)
         return {"calls": calls}
 
-    def do_load(self, code: str, inputs: str, names: list, size: int, fds) -> dict:
-        """The task's input program first, then the module with its built extensions."""
+    def do_open(self, inputs: str, size: int, fds) -> dict:
+        """The task's input program and the memory for outputs, before the candidate's code."""
         self.task, self.size, handle = {"__name__": "task"}, size, IpcHandle()
         exec(compile(inputs, "task", "exec"), self.task)
         if self.device == "cpu":
@@ -929,7 +929,11 @@ class Worker:
             cuda("cudaMalloc", ctypes.byref(self.memory), size)
             cuda("cudaIpcGetMemHandle", ctypes.byref(handle), self.memory)
             self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-        built = iter(zip(names, fds[1:]))
+        return {"handle": bytes(memoryview(handle)).hex()}
+
+    def do_load(self, code: str, names: list, fds) -> None:
+        """The module, with its built extensions for its load_inline calls."""
+        built = iter(zip(names, fds))
 
         def load(*_, **__):
             name, fd = next(built)
@@ -939,7 +943,6 @@ class Worker:
             return module
 
         self.space = self._execute(code, load)
-        return {"handle": bytes(memoryview(handle)).hex()}
 
     def do_prepare(self, name: str, weights: int, seeds: list, fds) -> None:
         """The module under a weights seed, and inputs of these seeds written over the old ones."""
@@ -1042,13 +1045,13 @@ class IpcHandle(ctypes.Structure):
 
 
 def cuda(function: str, *args) -> None:
-    """A call of the CUDA runtime that torch has loaded; failure is a RuntimeError."""
+    """A call of the CUDA runtime that torch has loaded; failure is a fault of the judge."""
     torch.cuda.init()
     loaded = re.search(r"/\S*libcudart\S*", Path("/proc/self/maps").read_text()).group(0)
     wide = [ctypes.c_size_t(a) if type(a) is int else a for a in args]
     status = ctypes.CDLL(loaded)[function](*wide)
     if status:
-        raise RuntimeError(f"{function}: CUDA error {status}")
+        raise JudgeFault(f"{function}: CUDA error {status}")
 
 
 # Compiling: load_inline parses 394,000 header lines three times, 78 CPU-seconds a kernel. Light
@@ -1461,12 +1464,14 @@ class Judge:
                         return Verdict("incorrect", "", problem, error=error, seeds=tuple(seeds))
                     worst, constant = max(worst, error), constant and same
                 ops = candidate.child.ask("dispatch").get("ops")
+                if not isinstance(ops, list):
+                    raise CandidateError("the process sent an unreadable message")
                 foreign = [op for op in ops if not OPERATORS_ALLOWED.fullmatch(str(op))]
                 if foreign:
                     message = f"forward runs aten::{', aten::'.join(map(str, foreign))}"
                     return Verdict("hack", "torch operator", message[:400], seeds=tuple(seeds))
                 found = time_candidate(candidate, seeds, worst, constant)
-        except (CandidateError, TypeError) as e:
+        except CandidateError as e:
             found = Verdict("runtime_error", message=str(e))
         return replace(found, seeds=tuple(seeds))
 
@@ -1513,18 +1518,19 @@ class Subject:
         self.size = max(1, self.like.numel() * self.like.element_size())
         self.child, fds = judge.child(), [sealed_memory(bytes(self.size), seal_data=False)]
         try:
-            fds += [sealed_memory(data) for data in (build.libraries if build else ())]
             self.memory = mmap.mmap(fds[0], self.size)
             inputs = program_part(task.code, classes=False)
-            reply = self.child.ask("load", fds, code=code, inputs=inputs, size=self.size,
-                                   names=list(build.names) if build else [])
+            try:
+                reply = self.child.ask("open", fds, inputs=inputs, size=self.size)
+            except CandidateError as e:  # nothing of the candidate has run yet
+                raise JudgeFault(f"a worker did not open: {e}") from None
             if self.device == "cuda":
                 self.pointer = ctypes.c_void_p()
-                handle = IpcHandle.from_buffer_copy(bytes.fromhex(str(reply.get("handle"))))
+                handle = IpcHandle.from_buffer_copy(bytes.fromhex(reply["handle"]))
                 cuda("cudaIpcOpenMemHandle", ctypes.byref(self.pointer), handle, ctypes.c_uint(1))
-        except (ValueError, RuntimeError):
-            self.child.kill()
-            raise CandidateError("the process sent an unreadable message") from None
+            fds += [sealed_memory(data) for data in (build.libraries if build else ())]
+            names = list(build.names) if build else []
+            self.child.ask("load", fds[1:], code=code, names=names)
         except BaseException:
             self.child.kill()
             raise
@@ -1536,9 +1542,11 @@ class Subject:
         return self
 
     def __exit__(self, *_):
-        if self.pointer is not None:
-            cuda("cudaIpcCloseMemHandle", self.pointer)
-        self.child.kill()
+        try:
+            if self.pointer is not None:
+                cuda("cudaIpcCloseMemHandle", self.pointer)
+        finally:
+            self.child.kill()
 
     def prepare(self, weights: int, seeds: list[int]) -> list[int]:
         """Weights and inputs of these seeds in the worker, ready to run."""
@@ -1901,6 +1909,7 @@ def load_policy(config: Config) -> Policy:
         raise UserError(f"cannot load {name}: {str(e).splitlines()[0]}") from None
     with accelerate.init_empty_weights():
         empty = transformers.AutoModelForCausalLM.from_config(shape)
+    # two bytes a weight, and a quarter more and 4 GiB for adapter, optimiser and activations
     needed = sum(p.numel() for p in empty.parameters()) * 2.5 / 2**30 + 4
     free = torch.cuda.mem_get_info()[0] / 2**30
     if free < needed:
@@ -2413,7 +2422,8 @@ def train(config: Config) -> None:
     logs = [*sorted((run / "pending").glob("*")), run / "turns.jsonl"]
     recorded = {turn.key: turn for log in logs for turn in read_turns(log) if turn.step >= first}
     written = {turn.key for turn in read_turns(run / "turns.jsonl")}
-    lines = (run / "metrics.jsonl").read_text().split("\n")[:-1] if found else []
+    (run / "metrics.jsonl").touch()
+    lines = (run / "metrics.jsonl").read_text().split("\n")[:-1]  # a torn last line is cut later
     logged = {json.loads(line)["step"] for line in lines}
     barrier()  # everyone has read before anyone writes
     with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
@@ -2699,9 +2709,10 @@ def score(argv: list[str]) -> int:
     parser = make_parser("score")
     parser.add_argument("--task", required=True, help="task id, or a task program (.py)")
     parser.add_argument("--candidate", required=True, nargs="+", help="candidate files")
-    parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl", help="where ids are")
+    parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl",
+                        help="task files in which an id is looked up, separated by commas")
     parser.add_argument("--json", action="store_true", help="a JSON object a candidate on stdout")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if found")
     parser.add_argument("--cache", default=Config.cache, help="folder of built kernels")
     parser.add_argument("--unsafe", action="store_true", help="run what cannot be contained")
     args = parser.parse_args(argv)
