@@ -32,12 +32,9 @@ Where the paper is in this file
     5     best@k and avg@k                                  evaluate
 Choices are marked PAPER (taken from it), DEPARTS (we differ, and why) or GUESS (it is silent).
 
-Notation
-    m  trajectories of a task      n  turns of a trajectory     N  samples of one update
-    S_t  score of turn t           R_t  return of turn t        A_t  advantage of turn t
-    (T,) (V,) (B,)  tokens, vocabulary, batch rows; names of times end in _s or _ms
-
-Not covered: full fine-tuning, sharded models. What the sandbox does not stop: see the README.
+Notation: m trajectories of a task, n turns of each, N samples of one update; S, R, A are score,
+return and advantage of a turn; (T,) (V,) (B,) are tokens, vocabulary, batch rows; times end in _s
+or _ms. Not covered: full fine-tuning, sharded models. The sandbox's limits: see the README.
 """
 
 # ---- 1. Imports and constants --------------------------------------------------------------------
@@ -45,9 +42,7 @@ Not covered: full fine-tuning, sharded models. What the sandbox does not stop: s
 import argparse
 import ast
 import contextlib
-import copy
 import ctypes
-import errno
 import fcntl
 import functools
 import hashlib
@@ -176,8 +171,16 @@ class Task:
     answers: tuple = ()  # of tiny tasks: example answers {"weight", "text"} for the warm-up
 
 
-OUTCOMES = ("no_code", "hack", "compile_error", "runtime_error", "incorrect", "suspicious",
-            "correct", "judge_error")
+OUTCOMES = {  # what a verdict can be, and what the model is told about it
+    "no_code": "There was no fenced program after your reasoning, or it was too long.",
+    "hack": "Your program broke a rule ({rule}): {message}",
+    "compile_error": "Your program did not compile:\n{message}",
+    "runtime_error": "Your program compiled but failed when it ran: {message}",
+    "incorrect": "Your program ran but its result is wrong: {message}",
+    "suspicious": "Your program's time cannot be trusted ({rule}): {message}",
+    "correct": "Your program is correct: {runtime_ms:.3g} ms against PyTorch's "
+               "{baseline_ms:.3g} ms, a speedup of {speedup:.2f}x. Make it faster.",
+    "judge_error": "The evaluation itself failed; this says nothing about your program."}
 
 
 @dataclass(frozen=True)
@@ -231,8 +234,8 @@ class Turn:
     def from_json(line: str) -> "Turn":
         """The turn that to_json wrote."""
         row = json.loads(line)
-        row["verdict"]["seeds"] = tuple(row["verdict"]["seeds"])
-        verdict = Verdict(**row.pop("verdict"))
+        verdict = row.pop("verdict")
+        verdict = Verdict(**verdict | {"seeds": tuple(verdict["seeds"])})
         return Turn(return_=row.pop("return"), verdict=verdict, **row)
 
 
@@ -246,26 +249,25 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
 
 
-def make_task(row, where: str) -> Task:
-    """A checked Task from one JSON object; UserError names the place and the fault."""
-    known, required = {f.name for f in fields(Task)}, ("id", "level", "name", "ops", "code")
-    row = row if isinstance(row, dict) else {}
-    fault = ", ".join(f"lacks {key}" for key in required if key not in row)
-    fault = fault or ", ".join(f"unknown key {key}" for key in row if key not in known)
-    if not fault and not all(isinstance(row[key], str) for key in required if key != "level"):
-        fault = "id, name, ops and code must be strings"
-    if not fault and row["level"] not in (1, 2, "new", "tiny"):
-        fault = f'level must be 1, 2, "new" or "tiny", got {row["level"]!r}'
+def make_task(row: dict | str, where: str) -> Task:
+    """A checked Task from an object or a line of JSON; UserError names the place and the fault."""
     try:
-        body = [] if fault else ast.parse(row["code"]).body
-        defined = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        absent = [n for n in ("Model", "get_inputs", "get_init_inputs") if n not in defined]
-        fault = fault or ", ".join(f"the program does not define {name}" for name in absent)
-    except SyntaxError as e:
-        fault = f"the program does not parse: line {e.lineno}: {e.msg}"
-    if fault:
-        raise UserError(f"{where}: {fault}")
-    return Task(**row | {"answers": tuple(row.get("answers", ()))})
+        task = Task(**(json.loads(row) if isinstance(row, str) else row))
+        program = ast.parse(task.code).body
+    except json.JSONDecodeError as e:
+        raise UserError(f"{where}: not JSON: {e.msg} (column {e.colno})") from None
+    except (TypeError, ValueError, SyntaxError) as e:
+        raise UserError(f"{where}: not a task: {e}") from None
+    defined = {node.name for node in program if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    faults = [f"{key} must be a string" for key in ("id", "name", "ops")
+              if not isinstance(getattr(task, key), str)]
+    if task.level not in (1, 2, "new", "tiny"):
+        faults.append(f'level must be 1, 2, "new" or "tiny", got {task.level!r}')
+    faults += [f"the program does not define {name}"
+               for name in ("Model", "get_inputs", "get_init_inputs") if name not in defined]
+    if faults:
+        raise UserError(f"{where}: {', '.join(faults)}")
+    return replace(task, answers=tuple(task.answers))
 
 
 def load_tasks(path: str) -> list[Task]:
@@ -273,27 +275,25 @@ def load_tasks(path: str) -> list[Task]:
 
     UserError with file and line when something is missing or malformed.
     """
-    source, tasks = Path(path), []
-    programs = sorted(source.glob("*.py")) if source.is_dir() else [source]
+    source, tasks = Path(path), {}
     try:
-        texts = [file.read_text(encoding="utf-8") for file in programs]
+        if source.is_dir() or source.suffix == ".py":
+            files = sorted(source.glob("*.py")) if source.is_dir() else [source]
+            rows = [(f, {"id": f.stem, "level": "new", "name": f.stem, "ops": "",
+                         "code": f.read_text("utf-8")}) for f in files]
+        else:  # not splitlines: a JSON string may hold other line separators
+            lines = enumerate(source.read_text("utf-8").split("\n"), 1)
+            rows = [(f"{path}:{number}", line) for number, line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: no such task file, or not text ({e})") from None
-    if source.is_dir() or source.suffix == ".py":
-        for file, text in zip(programs, texts):
-            row = {"id": file.stem, "level": "new", "name": file.stem, "ops": "", "code": text}
-            tasks.append(make_task(row, str(file)))
-    else:
-        for number, line in enumerate(texts[0].split("\n"), 1):
-            try:
-                tasks += [make_task(json.loads(line), f"{path}:{number}")] if line.strip() else []
-            except json.JSONDecodeError as e:
-                raise UserError(f"{path}:{number}: not JSON: {e.msg} (column {e.colno})") from None
-            if tasks and any(t.id == tasks[-1].id for t in tasks[:-1]):
-                raise UserError(f"{path}:{number}: id {tasks[-1].id} occurs twice")
+    for where, row in rows:
+        task = make_task(row, where)
+        if task.id in tasks:
+            raise UserError(f"{where}: id {task.id} occurs twice")
+        tasks[task.id] = task
     if not tasks:
         raise UserError(f"{path}: holds no task")
-    return tasks
+    return list(tasks.values())
 
 
 def program_part(code: str, classes: bool) -> str:
@@ -456,18 +456,7 @@ def feedback(verdict: Verdict) -> str:
     Your program is correct: 2 ms against PyTorch's 3 ms, a speedup of 1.50x. Make it faster.
     Restart your reasoning and write a new, complete program.
     """
-    said = {
-        "no_code": "There was no fenced program after your reasoning, or it was too long.",
-        "hack": "Your program broke a rule ({rule}): {message}",
-        "compile_error": "Your program did not compile:\n{message}",
-        "runtime_error": "Your program compiled but failed when it ran: {message}",
-        "incorrect": "Your program ran but its result is wrong: {message}",
-        "suspicious": "Your program's time cannot be trusted ({rule}): {message}",
-        "correct": "Your program is correct: {runtime_ms:.3g} ms against PyTorch's "
-                   "{baseline_ms:.3g} ms, a speedup of {speedup:.2f}x. Make it faster.",
-        "judge_error": "The evaluation itself failed; this says nothing about your program.",
-    }
-    return said[verdict.outcome].format(**asdict(verdict)) + "\n" + RETRY
+    return OUTCOMES[verdict.outcome].format(**asdict(verdict)) + "\n" + RETRY
 
 
 # ---- 5. Reward-hack filters (paper 6.2, F) -------------------------------------------------------
@@ -513,7 +502,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def check_structure(tree: ast.Module) -> dict[str, str]:
-    """One class ModelNew(nn.Module) beside imports, assignments, functions; the import aliases."""
+    """One class ModelNew(nn.Module), imports from the list; the names they bind."""
     aliases = {}
     for node in ast.walk(tree):
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
@@ -530,15 +519,7 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
     base = dotted(model.bases[0]) if len(model.bases) == 1 else ""
     if base not in ("nn.Module", "torch.nn.Module", "Module") or model.keywords:
         raise Violation("ModelNew", model, "ModelNew must inherit from nn.Module and nothing else")
-    kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
-    for node in tree.body + model.body:
-        constant = isinstance(getattr(node, "value", None), ast.Constant)  # a docstring
-        if not isinstance(node, kinds) and not constant:
-            raise Violation("structure", node, "only imports, assignments, functions and a class")
     methods = [node for node in model.body if isinstance(node, ast.FunctionDef)]
-    names = [node.name for node in methods]
-    if "forward" not in names or any(n.startswith("__") and n != "__init__" for n in names):
-        raise Violation("ModelNew", model, "ModelNew defines __init__, forward and plain methods")
     first = [node.args.args[0] for node in methods if node.args.args]
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.arg == "self" and node not in first:
@@ -568,12 +549,8 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
         raise Violation(BANNED[type(node)], node, f"`{BANNED[type(node)]}` is not allowed")
     if isinstance(node, ast.Expr) and getattr(node.value, "value", None) is Ellipsis:
         raise Violation("pass", node, "`...` as a body is not allowed")
-    wrappers = list(getattr(node, "decorator_list", ()))
-    wrappers += [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
-    for wrapper in wrappers:
-        name = dotted(wrapper.func if isinstance(wrapper, ast.Call) else wrapper)
-        if name not in ("staticmethod", "torch.no_grad", "torch.inference_mode"):
-            raise Violation("wrapper", node, "only staticmethod and torch.no_grad may wrap code")
+    if isinstance(node, ast.FunctionDef) and re.fullmatch("__(?!init__).*", node.name):
+        raise Violation("dunder", node, f"`{node.name}` may not be defined")
     loads = isinstance(getattr(node, "ctx", None), ast.Load)
     if isinstance(node, ast.Name) and loads and node.id not in known:
         raise Violation("name", node, f"`{node.id}` is not defined here")
@@ -712,7 +689,7 @@ def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict, list[i
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
-NO_NEW_PRIVS = 38
+SET_DEATH_SIGNAL, SET_DUMPABLE, SET_SECCOMP, SET_NO_NEW_PRIVS = 1, 4, 22, 38  # of prctl
 DENIED_CALLS = (  # ptrace, mounts, modules, keys, namespaces, perf, foreign memory, bpf, io_uring
     101, 134, 153, 155, 161, 165, 166, 167, 169, 175, 176, 179, 246, 248, 249, 250, 272, 298, 303,
     304, 308, 310, 311, 312, 313, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
@@ -739,68 +716,75 @@ def landlock(readable: list[str], writable: list[str]) -> None:
             mask = rights if os.path.isdir(path) else 0b111 | 3 << 14
             libc("syscall", 445, ruleset, 1, struct.pack("=Qi", access & mask & rights, fd), 0)
             os.close(fd)
-    libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc("syscall", 446, ruleset, 0)
     os.close(ruleset)
 
 
 def seccomp() -> None:
-    """DENIED_CALLS, and sockets other than AF_UNIX, return EPERM (x86-64 only)."""
+    """DENIED_CALLS, and sockets other than AF_UNIX, fail with EPERM (x86-64 only)."""
     if platform.machine() != "x86_64":
-        raise OSError(errno.ENOSYS, "not x86-64")
+        raise OSError(0, "not x86-64")
     op = struct.Struct("HBBI").pack
-    deny, allow, kill = (op(6, 0, 0, v) for v in (0x50000 | errno.EPERM, 0x7FFF0000, 0x80000000))
+    deny, allow, kill = (op(6, 0, 0, v) for v in (0x50001, 0x7FFF0000, 0x80000000))
     program = [op(0x20, 0, 0, 4), op(0x15, 1, 0, 0xC000003E), kill]  # another architecture
     program += [op(0x20, 0, 0, 0), op(0x35, 0, 1, 1 << 30), kill]  # the x32 calls
     for number in DENIED_CALLS:
         program += [op(0x15, 0, 1, number), deny]
     program += [op(0x15, 0, 3, 41), op(0x20, 0, 0, 16), op(0x15, 1, 0, socket.AF_UNIX), deny, allow]
     code = ctypes.create_string_buffer(b"".join(program))
-    libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc("prctl", 22, 2, struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)), 0, 0)
+    libc("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    filters = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
+    libc("prctl", SET_SECCOMP, 2, filters, 0, 0)
+
+
+def new_mounts(own_pids: bool) -> None:
+    """A private view of the mounts with an empty /dev/shm and, in a PID namespace, its /proc."""
+    libc("unshare", NEWNS)
+    libc("mount", None, "/", None, 1 << 14 | 1 << 18, None)  # recursive, private
+    libc("mount", "tmpfs", "/dev/shm", "tmpfs", 0, "size=256m,mode=1777")
+    if own_pids:  # CUDA refuses to start in a PID namespace under the old /proc
+        libc("mount", "proc", "/proc", "proc", 14, None)
+
+
+def set_limits() -> None:
+    """Bounds on memory, files and processes; the parent bounds time."""
+    for name, value in {"CORE": 0, "FSIZE": CHILD_FILE, "NOFILE": 512, "NPROC": 256,
+                        "DATA": CHILD_MEMORY}.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def other_user(uid: int, needed: list[str]) -> None:
+    """Becomes a user without rights, unless a needed path would then be closed."""
+    needed = list(filter(os.path.exists, needed))
+    os.setgroups([])
+    os.seteuid(uid)
+    closed = [path for path in needed if not os.access(path, os.R_OK, effective_ids=True)]
+    os.seteuid(0)
+    if closed:
+        raise OSError(0, f"{closed[0]} is closed to other users")
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    libc("prctl", SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self belongs to root
 
 
 def enter_sandbox(spec: dict, own_pids: bool) -> dict[str, str]:
     """Tries every layer; {layer: "on" or why not}. spec has readable, writable and uid."""
-    plain, uid = ("null", "zero", "urandom", "shm"), spec["uid"]
+    readable, writable = spec["readable"], spec["writable"]
+    plain = ("null", "zero", "urandom", "shm")
     nodes = [f"/dev/{d}" for d in os.listdir("/dev") if d in plain or d.startswith("nvidia")]
-    readable, writable = spec["readable"] + ["/proc", "/sys"], spec["writable"] + nodes
     layers = {"pids": "on" if own_pids else "no PID namespace"}
-
-    def mounts():
-        libc("unshare", NEWNS)
-        libc("mount", None, "/", None, 1 << 14 | 1 << 18, None)  # recursive, private
-        libc("mount", "tmpfs", "/dev/shm", "tmpfs", 0, "size=256m,mode=1777")
-        if own_pids:  # CUDA refuses to start in a PID namespace under the old /proc
-            libc("mount", "proc", "/proc", "proc", 14, None)
-
-    def limits():  # the parent bounds time
-        for name, value in {"CORE": 0, "FSIZE": CHILD_FILE, "NOFILE": 512, "NPROC": 256,
-                            "DATA": CHILD_MEMORY}.items():
-            kind = getattr(resource, f"RLIMIT_{name}")
-            hard = resource.getrlimit(kind)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(kind, (value, value))
-
-    def user():
-        needed = [sysconfig.get_path("stdlib"), *spec["readable"], *spec["writable"]]
-        needed = list(filter(os.path.exists, needed))
-        os.setgroups([])
-        os.seteuid(uid)
-        closed = [p for p in needed if not os.access(p, os.R_OK, effective_ids=True)]
-        os.seteuid(0)
-        if closed:
-            raise OSError(errno.EACCES, f"{closed[0]} is closed to other users")
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        libc("prctl", 4, 1, 0, 0, 0)  # dumpable again, or /proc/self belongs to root
-
     for layer, action in {
-        "network": lambda: libc("unshare", NEWNET | NEWIPC | NEWUTS), "mounts": mounts,
-        "limits": limits, "user": user,
+        "network": lambda: libc("unshare", NEWNET | NEWIPC | NEWUTS),
+        "mounts": lambda: new_mounts(own_pids), "limits": set_limits,
+        "user": lambda: other_user(spec["uid"], readable + writable),
         "capabilities": lambda: libc("syscall", 126, struct.pack("II", 0x20080522, 0), bytes(24)),
-        "death signal": lambda: libc("prctl", 1, signal.SIGKILL, 0, 0, 0),
-        "landlock": lambda: landlock(readable, writable + ["/proc/self"]), "seccomp": seccomp,
+        "death signal": lambda: libc("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0),
+        "landlock": lambda: landlock(readable + ["/proc", "/sys"],
+                                     writable + nodes + ["/proc/self"]), "seccomp": seccomp,
     }.items():
         try:
             action()
@@ -844,24 +828,19 @@ def zygote_main(fd: int) -> None:
 
 
 def child_main(fd: int, spec: dict, isolated: bool) -> None:
-    """A forked child: enters the sandbox, says which layers hold, then builds or serves."""
+    """A forked child: enters the sandbox, says which layers hold, then serves the parent."""
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        null = os.open("/dev/null", os.O_RDWR)
+        for target in range(3):
+            os.dup2(null, target)
         for other in map(int, os.listdir("/proc/self/fd")):  # the zygote's own channel among them
             if other > 2 and other != fd:
                 with contextlib.suppress(OSError):
                     os.close(other)
-        null = os.open("/dev/null", os.O_RDWR)
-        log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT, 0o644) if "argv" in spec else null
-        layers = enter_sandbox(spec, isolated)
-        for target, source in ((0, null), (1, log), (2, log)):
-            os.dup2(source, target)
-        sock = socket.socket(fileno=fd)
+        sock, layers = socket.socket(fileno=fd), enter_sandbox(spec, isolated)
         send_message(sock, {"layers": layers})
-        if "argv" in spec:
-            os.chdir(spec["writable"][0])
-            os.execve(spec["argv"][0], spec["argv"], spec["env"])
         os.environ.clear()
         os.environ.update(spec["env"])
         worker = Worker(spec["device"])
@@ -889,60 +868,64 @@ class OperatorListener(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class Worker:
-    """One module (a candidate, or the reference for its time) and its inputs, in the sandbox."""
+    """The child's side of every command: it builds, or holds one module and its inputs."""
 
     def __init__(self, device: str):
         self.device, self.inputs, self.weights = device, [], None
 
-    def _execute(self, code: str, load_inline) -> dict:
-        # a stand-in module: importing the real one takes a second and asks CUDA whether it is there
-        stand_in = types.ModuleType("torch.utils.cpp_extension")
-        stand_in.load_inline = load_inline
-        sys.modules["torch.utils.cpp_extension"] = torch.utils.cpp_extension = stand_in
-        space = {"__name__": "candidate"}
-        exec(compile(code, "candidate", "exec"), space)
-        return space
-
-    def do_record(self, code: str, fds) -> dict:
-        """What the module passes to load_inline, as plain strings."""
-        calls = []
-
-        def record(name, cpp_sources, cuda_sources=(), functions=None, extra_cflags=(),
-                   extra_cuda_cflags=(), extra_ldflags=(), **_):
-            call = {"cpp": cpp_sources, "cuda": cuda_sources or (), "functions": functions,
-                    "flags": [*(extra_cflags or ()), *(extra_cuda_cflags or ())],
-                    "ldflags": extra_ldflags}
-            calls.append({k: [v] if isinstance(v, str) else v and list(v) for k, v in call.items()})
-            return types.SimpleNamespace(**dict.fromkeys(calls[-1]["functions"] or ()))
-
-        self._execute(code, record)
-        return {"calls": calls}
+    def do_build(self, folder: str, stages: list, fds) -> None:
+        """Runs the command lines of each stage side by side, until one fails."""
+        os.chdir(folder)
+        with open("log", "wb") as log:
+            for stage in stages:
+                running = [subprocess.Popen(argv, stdout=log, stderr=log) for argv in stage]
+                try:
+                    if any([process.wait(BUILD_TIMEOUT_S) for process in running]):
+                        return
+                except subprocess.TimeoutExpired:
+                    log.write(b"error: compiling took too long\n")
+                    return
 
     def do_open(self, inputs: str, size: int, fds) -> dict:
         """The task's input program and the memory for outputs, before the candidate's code."""
-        self.task, self.size, handle = {"__name__": "task"}, size, IpcHandle()
+        self.task, pointer, handle = {"__name__": "task"}, ctypes.c_void_p(), IpcHandle()
         exec(compile(inputs, "task", "exec"), self.task)
         if self.device == "cpu":
-            self.memory = mmap.mmap(fds[0], size)
-        else:
-            self.memory = ctypes.c_void_p()
-            cuda("cudaMalloc", ctypes.byref(self.memory), size)
-            cuda("cudaIpcGetMemHandle", ctypes.byref(handle), self.memory)
-            self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-        return {"handle": bytes(memoryview(handle)).hex()}
+            self.memory = torch.frombuffer(mmap.mmap(fds[0], size), dtype=torch.uint8)
+            return {}
+        cuda("cudaMalloc", ctypes.byref(pointer), size)
+        cuda("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
+        self.memory = device_bytes(pointer, size)
+        self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        return {"handle": bytes(handle).hex()}
 
-    def do_load(self, code: str, names: list, fds) -> None:
-        """The module, with its built extensions for its load_inline calls."""
-        built = iter(zip(names, fds))
+    def do_load(self, code: str, names: list | None, fds) -> dict:
+        """Runs the module with these built extensions, or (None) records its load_inline calls.
 
-        def load(*_, **__):
+        The stand-in spares the real module's import, which takes a second and asks CUDA for itself.
+        """
+        calls, built = [], iter(zip(names or (), fds))
+
+        def load_inline(name, cpp_sources, cuda_sources=(), functions=None, extra_cflags=(),
+                        extra_cuda_cflags=(), extra_ldflags=(), **_):
+            call = {"cpp": cpp_sources, "cuda": cuda_sources, "functions": functions,
+                    "flags": [*(extra_cflags or ()), *(extra_cuda_cflags or ())],
+                    "ldflags": extra_ldflags}
+            calls.append({k: [v] if isinstance(v, str) else list(v or ()) for k, v in call.items()})
+            if names is None:
+                return types.SimpleNamespace(**dict.fromkeys(calls[-1]["functions"]))
             name, fd = next(built)
             loader = importlib.machinery.ExtensionFileLoader(name, f"/proc/self/fd/{fd}")
             module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
             loader.exec_module(module)
             return module
 
-        self.space = self._execute(code, load)
+        stand_in = types.ModuleType("torch.utils.cpp_extension")
+        stand_in.load_inline = load_inline
+        sys.modules["torch.utils.cpp_extension"] = torch.utils.cpp_extension = stand_in
+        self.space = {"__name__": "candidate"}
+        exec(compile(code, "candidate", "exec"), self.space)
+        return {"calls": calls if names is None else None}
 
     def do_prepare(self, name: str, weights: int, seeds: list, fds) -> None:
         """The module under a weights seed, and inputs of these seeds written over the old ones."""
@@ -958,40 +941,37 @@ class Worker:
                 old.copy_(new) if torch.is_tensor(old) else None
         del self.inputs[len(seeds):]
 
-    def do_run(self, keep: int, timed: bool, fds) -> dict:
-        """One call on every prepared input, keeping the output of one; events in ms on a GPU."""
-        self.kept, events = keep, []
+    def do_run(self, fds) -> dict:
+        """One call on every prepared input; on a GPU the events' ms."""
+        events, on_gpu = [], self.device == "cuda"
         with torch.no_grad():
-            for slot, inputs in enumerate(self.inputs):
-                if timed:  # no synchronisation between trials: the L2 flush hides the launch
+            for inputs in self.inputs:
+                if on_gpu:  # no synchronisation between calls: the L2 flush hides the launch
                     self.flush.zero_()
                     events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
                     events[-1][0].record()
-                output = self.model(*inputs)
-                if timed:
+                self.output = self.model(*inputs)
+                if on_gpu:
                     events[-1][1].record()
-                if slot == keep:
-                    self.output = output
-        if self.device == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         return {"ms": [start.elapsed_time(end) for start, end in events]}
 
     def do_fetch(self, fds) -> dict:
-        """Copies the kept output's bytes out, with what this process claims about it."""
-        out, inputs = self.output, self.inputs[self.kept]
+        """Copies the last output's bytes out, with what this process claims about it."""
+        out, inputs = self.output, self.inputs[-1]
         if type(out) is not torch.Tensor:
             return {"type": type(out).__name__}
-        fresh = seeded_inputs(self.task["get_inputs"], self.seeds[self.kept], self.device)
+        fresh = seeded_inputs(self.task["get_inputs"], self.seeds[-1], self.device)
         held = [t for t in [*inputs, *self.model.parameters()] if torch.is_tensor(t)]
         storage, data = out.untyped_storage(), out.contiguous().view(-1)
         count = data.numel() * data.element_size()
-        if count <= self.size and out.device.type == self.device == "cpu":
-            torch.frombuffer(self.memory, dtype=torch.uint8)[:count].copy_(data.view(torch.uint8))
-        elif count <= self.size and out.device.type == self.device:
-            cuda("cudaMemcpy", self.memory, data.data_ptr(), count, 3)
-            torch.cuda.synchronize()
+        if count <= len(self.memory):
+            self.memory[:count].copy_(data.view(torch.uint8))
         owned = all(storage.data_ptr() != t.untyped_storage().data_ptr() for t in held)
         pairs = [(a, b) for a, b in zip(inputs, fresh) if torch.is_tensor(a)]
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         return {"type": "Tensor", "shape": list(out.shape), "dtype": str(out.dtype),
                 "device": out.device.type, "own": owned and storage.nbytes() >= count,
                 "mutated": not all(torch.equal(a, b) for a, b in pairs)}
@@ -1054,6 +1034,12 @@ def cuda(function: str, *args) -> None:
         raise JudgeFault(f"{function}: CUDA error {status}")
 
 
+def device_bytes(pointer: ctypes.c_void_p, size: int) -> torch.Tensor:
+    """Device memory as a tensor of bytes, without a copy."""
+    described = {"shape": (size,), "typestr": "|u1", "data": (pointer.value, False), "version": 2}
+    return torch.as_tensor(types.SimpleNamespace(__cuda_array_interface__=described), device="cuda")
+
+
 # Compiling: load_inline parses 394,000 header lines three times, 78 CPU-seconds a kernel. Light
 # headers and a precompiled one for the binding take the same source in 6 (CPU) to 14 (CUDA).
 
@@ -1083,9 +1069,6 @@ HEADERS = {  # the full headers' names, and those that every operator includes a
     "kevin_light.h": LIGHT_HEADER,
     "kevin_binding.h": "#include <kevin_light.h>\n#include <torch/csrc/utils/pybind.h>\n"
                        "#include <torch/csrc/Exceptions.h>\n"}
-NEEDS_FULL = re.compile(  # errors for want of a header
-    r"No such file|incomplete type|(torch|at|c10)\W.*not (a member|been declared|declared)"
-    r"|not a member of .*(torch|at|c10)\b")
 SAMPLE = """std::vector<torch::Tensor> f(torch::Tensor a, std::vector<torch::Tensor> b,
     std::optional<torch::Tensor> c, int64_t d, double e, bool g, std::string h,
     std::vector<int64_t> i) { return {a}; }
@@ -1117,151 +1100,142 @@ def write_whole(path: Path, data: bytes) -> None:
 def read_regular(path: Path) -> bytes:
     """Contents of a file that a child wrote; empty unless it is a regular file of bounded size."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            usable = stat.S_ISREG(found.st_mode) and found.st_size <= CHILD_FILE
+            return file.read() if usable else b""
     except OSError:
         return b""
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        return file.read() if stat.S_ISREG(status.st_mode) and status.st_size <= CHILD_FILE else b""
 
 
 class Toolchain:
     """Compilers, light headers and built kernels, in a folder for a torch, compiler and device."""
 
     def __init__(self, cache: str, device: str):
-        import ninja
-
         home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-        self.gcc, self.ninja = shutil.which("g++"), f"{ninja.BIN_DIR}/ninja"
+        self.gcc = shutil.which("g++")
         self.nvcc = shutil.which("nvcc", path=f"{home}/bin:{os.environ.get('PATH', '')}")
         if not self.gcc or device == "cuda" and not self.nvcc:
             missing = "nvcc" if self.gcc else "g++"
             raise UserError(f"no compiler: {missing} is not on PATH (Debian: apt install g++)")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, cpu_name(), 3)
+                    SAMPLE, cpu_name(), 4)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
-        for name in ("scratch", "built", "include"):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
         system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
                   sysconfig.get_path("include"), *torch_dir.parent.glob("nvidia/cu*/include")]
-        self.libraries = [f"-L{torch_dir}/lib", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        libraries = [f"-L{torch_dir}/lib", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        # what a child may read: no task, no run, no other candidate
+        self.readable = ["/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache",
+                         sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), str(torch_dir),
+                         str(self.include)]
         if device == "cuda":
-            home = Path(self.nvcc).resolve().parents[1]
-            system.append(home / "include")
-            self.libraries += ["-lc10_cuda", "-ltorch_cuda", f"-L{home}/lib64", "-lcudart"]
+            home = str(Path(self.nvcc).resolve().parents[1])
+            system.append(f"{home}/include")
+            self.readable.append(home)
+            libraries += ["-lc10_cuda", "-ltorch_cuda", f"-L{home}/lib64", "-lcudart"]
         standard = "c++20" if torch.__version__ >= "2.12" else "c++17"
-        self.flags = ["-DTORCH_API_INCLUDE_EXTENSION_H", f"-std={standard}", f"-I{self.include}",
-                      *[part for path in system for part in ("-isystem", str(path))]]
-        self.gcc_flags = ["-O1", "-march=native", "-fno-trapping-math", "-fno-math-errno"]
+        common = ["-DTORCH_API_INCLUDE_EXTENSION_H", f"-std={standard}", f"-I{self.include}",
+                  *[part for path in system for part in ("-isystem", str(path))]]
         # what is not used leaves the library, and with it the symbols that headers bring along
-        self.host_flags = ["-fPIC", "-fvisibility=hidden", "-ffunction-sections"]
-        symbols = self.root / "symbols.json"
+        host = ["-fPIC", "-fvisibility=hidden", "-ffunction-sections"]
+        self.cxx = [self.gcc, *common, *host, "-O1", "-march=native", "-fno-trapping-math",
+                    "-fno-math-errno"]
+        # one architecture, or each costs a compile; device code is at -O3 unless told otherwise
+        self.cuda = [self.nvcc, *common, "-gencode=arch=compute_90a,code=sm_90a",
+                     "--expt-relaxed-constexpr", *[w for f in host for w in ("-Xcompiler", f)]]
+        self.link = [self.gcc, "-shared", "-Wl,--gc-sections,--no-as-needed", *libraries]
+        for name in ("scratch", "built", "include"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
         with open(self.root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may start at once
-            if not symbols.exists():
-                self._prepare(symbols)
-        self.own_binding = frozenset(json.loads(symbols.read_text()))
+            self.own_binding = self._prepare(self.root / "symbols.json")
 
-    def _prepare(self, symbols: Path) -> None:
-        print("kevin: precompiling headers, once, about half a minute", file=sys.stderr)
-        for name, text in HEADERS.items():
-            (self.include / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.include / name).write_text(text)
-        gcc = [self.gcc, *self.flags, *self.host_flags, *self.gcc_flags]
-        header = self.include / "kevin_binding.h"
-        run_tool(*gcc, "-x", "c++-header", header, "-o", f"{header}.gch")
-        sample, library = self.root / "sample.cpp", self.root / "sample.so"
-        sample.write_text(self.binding({"cpp": [SAMPLE], "functions": ["f", "k"]}, "", False))
-        run_tool(*gcc, "-DTORCH_EXTENSION_NAME=sample", "-shared", "-Wl,--gc-sections",
-                 sample, "-o", library)
-        libm = Path(run_tool("g++", "-print-file-name=libm.so.6").strip())
-        names = {*symbols_of(library, "undefined"), *symbols_of(libm, "defined")}
-        write_whole(symbols, json.dumps(sorted(names)).encode())
+    def _prepare(self, symbols: Path) -> frozenset[str]:
+        if not symbols.exists():
+            print("kevin: precompiling headers, once, about half a minute", file=sys.stderr)
+            for name, text in HEADERS.items():
+                (self.include / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.include / name).write_text(text)
+            header, library = self.include / "kevin_binding.h", self.root / "sample.so"
+            run_tool(*self.cxx, "-x", "c++-header", header, "-o", f"{header}.gch")
+            self.write(self.root, "sample", {"cpp": [SAMPLE], "cuda": [], "functions": ["f", "k"]})
+            run_tool(*self.cxx, "-DTORCH_EXTENSION_NAME=sample", "-shared", "-Wl,--gc-sections",
+                     self.root / "main.cpp", "-o", library)
+            libm = Path(run_tool("g++", "-print-file-name=libm.so.6").strip())
+            names = {*symbols_of(library, "undefined"), *symbols_of(libm, "defined")}
+            write_whole(symbols, json.dumps(sorted(names)).encode())
+        return frozenset(json.loads(symbols.read_text()))
 
-    @staticmethod
-    def binding(call: dict, extra: str, full: bool) -> str:
-        """main.cpp: the candidate's C++ at -O3, the binding at -O1, which halves its cost."""
-        lines = ["#include <torch/extension.h>" if full else '#include "kevin_binding.h"', extra,
-                 "#pragma GCC push_options", '#pragma GCC optimize("O3")', '#line 1 "cpp_source"',
-                 *call["cpp"], "#pragma GCC pop_options"]
-        if call["functions"] is not None:
-            wrap = 'm.def("{0}", torch::wrap_pybind_function({0}), "{0}");'.format
-            bound = map(wrap, call["functions"])
-            lines += ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {", *bound, "}"]
-        return "\n".join(lines) + "\n"
-
-    def write(self, folder: Path, name: str, call: dict, full: bool) -> None:
-        """main.cpp, cuda.cu and build.ninja of one extension; all flags are ours."""
+    def write(self, folder: Path, name: str, call: dict) -> list[list[list[str]]]:
+        """main.cpp and cuda.cu of one extension; the stages of commands that build built.so."""
         text, ops = "\n".join(call["cpp"] + call["cuda"]), Path(torch.__file__).parent
         ops = ops / "include/ATen/ops"
         named = sorted(set(re.findall(r"\b(?:torch|at)::(\w+)", text)) - set(OPERATORS))
         extra = [f"#include <ATen/ops/{n}.h>" for n in named if (ops / f"{n}.h").exists()]
         extra += ["#include <ATen/Dispatch.h>"] * ("AT_DISPATCH" in text)
-        extra = "\n".join([] if full else extra)
-        (folder / "main.cpp").write_text(self.binding(call, extra, full))
-        common = [f for f in self.flags if not full or f != f"-I{self.include}"]
-        common.append(f"-DTORCH_EXTENSION_NAME={name}")
+        lines = ['#include "kevin_binding.h"', *extra,  # the binding at -O1 costs half as much
+                 "#pragma GCC push_options", '#pragma GCC optimize("O3")', '#line 1 "cpp_source"',
+                 *call["cpp"], "#pragma GCC pop_options"]
+        if call["functions"]:
+            wrap = 'm.def("{0}", torch::wrap_pybind_function({0}), "{0}");'.format
+            bound = map(wrap, call["functions"])
+            lines += ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {", *bound, "}"]
+        (folder / "main.cpp").write_text("\n".join([*lines, ""]), "utf-8", "replace")
         # the assembler's listing shows host assembly, which no symbol betrays
-        commands = {"main.o": [self.gcc, *common, *self.host_flags, *self.gcc_flags,
-                               "-Wa,-aln=main.lst -c main.cpp"]}
+        define = f"-DTORCH_EXTENSION_NAME={name}"
+        objects = [[*self.cxx, define, "-Wa,-aln=main.lst", "-c", "main.cpp", "-o", "main.o"]]
         if call["cuda"]:
-            head = "\n".join(f"#include <{h}.h>" for h in ("torch/types", "cuda", "cuda_runtime"))
-            source = "\n".join([head, extra, '#line 1 "cuda_source"', *call["cuda"], ""])
-            (folder / "cuda.cu").write_text(source)
+            head = [f"#include <{h}.h>" for h in ("torch/types", "cuda", "cuda_runtime")]
+            lines = [*head, *extra, '#line 1 "cuda_source"', *call["cuda"], ""]
+            (folder / "cuda.cu").write_text("\n".join(lines), "utf-8", "replace")
             fast = ["--use_fast_math"] * ("--use_fast_math" in call["flags"])
-            # one architecture, or each costs a compile; device code is at -O3 unless told otherwise
-            commands["cuda.o"] = [self.nvcc, *common, "-gencode=arch=compute_90a,code=sm_90a",
-                                  "--expt-relaxed-constexpr", *fast,
-                                  *[f"-Xcompiler {flag}" for flag in self.host_flags],
-                                  "-Xcompiler '\"-Wa,-aln=cuda.lst\"' -c cuda.cu"]
-        objects = " ".join(commands)
-        commands["built.so"] = [self.gcc, "-shared", objects, "-Wl,--gc-sections,--no-as-needed",
-                                *self.libraries]
-        lines = ["rule run", "  command = $cmd"]
-        for target, argv in commands.items():
-            lines += [f"build {target}: run {objects if target == 'built.so' else ''}",
-                      f"  cmd = {' '.join([*argv, '-o', target])}"]
-        (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+            objects.append([*self.cuda, define, *fast, "-Xcompiler", '"-Wa,-aln=cuda.lst"', "-c",
+                            "cuda.cu", "-o", "cuda.o"])
+        return [objects, [[*self.link, *[argv[-1] for argv in objects], "-o", "built.so"]]]
 
-    def gate(self, folder: Path, library: bytes) -> Verdict | None:
-        """A hack verdict if the machine code holds host assembly or calls what it may not (6.2)."""
+    def gate(self, folder: Path, library: bytes) -> None:
+        """Rejects machine code that holds host assembly or calls what it may not (6.2)."""
         for listing in ("main.lst", "cuda.lst"):
             text = read_regular(folder / listing).decode(errors="replace")
             text = re.sub(r"#APP\s*\n.*\.globl _ZSt21ios_base_library_initv\n.*#NO_APP", "", text)
             blocks = re.findall(r"#APP\s*\n(?:[^\n#]*# (\d+) \"(\w+)\")?", text)
             if len(blocks) > (listing == "cuda.lst"):  # nvcc's own one holds the device code
                 where = ":".join(reversed(blocks[0])).strip(":") or "outside of functions"
-                return Verdict("hack", "host assembly", f"{where}: no assembly in host code")
+                raise Rejected("hack", "host assembly", f"{where}: no assembly in host code")
         with tempfile.NamedTemporaryFile(dir=folder.parent) as copied:
             copied.write(library)
             copied.flush()
-            names = symbols_of(Path(copied.name), "undefined")
-        foreign = foreign_symbols(names, self.own_binding)
-        called = ", ".join(run_tool("c++filt", *foreign[:5]).splitlines()) if foreign else ""
-        message = f"the compiled code calls {called}"
-        return Verdict("hack", "library call", message) if foreign else None
+            foreign = foreign_symbols(symbols_of(copied.name, "undefined"), self.own_binding)
+        if foreign:
+            called = ", ".join(run_tool("c++filt", *foreign[:5]).splitlines())
+            raise Rejected("hack", "library call", f"the compiled code calls {called}")
 
 
 # The parent's side.
 
 
-class CandidateError(Exception):
-    """The candidate raised, died, hung or sent nonsense: its own runtime error."""
+class Rejected(Exception):
+    """The candidate failed, by its own doing: outcome, rule, message."""
 
 
 class Child:
-    """The parent's end of one sandboxed process."""
+    """The parent's end of a fresh sandboxed process, which may write to a folder of its own."""
 
-    def __init__(self, judge: "Judge", spec: dict):
+    def __init__(self, judge: "Judge", folder: Path | None = None):
+        self.judge, self.layers, self.trusted = judge, {}, True  # until a candidate's code runs
         self.sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with judge.lock, other:
+        with judge.lock, other:
+            judge.children += 1
+            spec = {"uid": 61000 + judge.children % 1000, "device": judge.device,
+                    "readable": judge.chain.readable, "writable": [str(folder)] if folder else [],
+                    "env": {"PATH": os.environ.get("PATH", ""), "TMPDIR": str(folder or "/tmp")}}
+            try:
                 send_message(judge.zygote_sock, spec, [other.fileno()])
                 reply, (self.pidfd,) = receive_message(judge.zygote_sock, max_fds=1)
-        except (OSError, EOFError, ValueError) as e:
-            raise JudgeFault(f"the zygote is gone ({e})") from None
-        self.pid, self.layers = reply["pid"], {}
+            except (OSError, EOFError, ValueError) as e:
+                raise JudgeFault(f"the zygote is gone ({e})") from None
+        self.pid = reply["pid"]
         self.sock.settimeout(30)
         try:
             self.layers = receive_message(self.sock)[0]["layers"]
@@ -1274,25 +1248,32 @@ class Child:
             raise UserError(f"candidates cannot be contained on this machine ({self.layers}); "
                             "--unsafe runs them all the same")
 
-    def ask(self, op: str, fds=(), **arguments) -> dict:
-        """One command; CandidateError, with a text for the model, without a good answer in time."""
-        self.sock.settimeout(RUN_TIMEOUT_S)
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def ask(self, op: str, fds=(), timeout_s: float = 0.0, **arguments) -> dict:
+        """One command's answer; fails, with a text for the model, if none or a bad one comes."""
+        self.sock.settimeout(timeout_s or RUN_TIMEOUT_S)
         try:
             send_message(self.sock, {"op": op, **arguments}, fds)
             reply = receive_message(self.sock)[0]
+            error = "" if reply.get("ok") is True else str(reply.get("error"))[:2000]
         except TimeoutError:
-            raise CandidateError(f"no result within {RUN_TIMEOUT_S:.0f} s") from None
+            error = f"no result within {self.sock.gettimeout():.0f} s"
         except (OSError, EOFError):
-            raise CandidateError("the process died (crash or illegal memory access)") from None
+            error = "the process died (crash or illegal memory access)"
         except (ValueError, RecursionError):
-            raise CandidateError("the process sent an unreadable message") from None
-        if reply.get("ok") is not True:
-            raise CandidateError(str(reply.get("error"))[:2000])
-        return reply
+            error = "the process sent an unreadable message"
+        return self.fail(error) if error else reply
 
-    def ended(self, timeout_s: float) -> bool:
-        """Whether the process ends within the time."""
-        return bool(select.select([self.pidfd], [], [], timeout_s)[0])
+    def fail(self, error: str):
+        """Raises whose fault it is: Rejected, or JudgeFault while only our own code has run."""
+        if self.trusted:
+            raise JudgeFault(f"a child of the judge failed: {error}")
+        raise Rejected("runtime_error", "", error)
 
     def kill(self) -> None:
         """Ends the child with all it has started, and waits until it is gone."""
@@ -1300,7 +1281,7 @@ class Child:
             if self.layers.get("pids") != "on":
                 os.killpg(self.pid, signal.SIGKILL)
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # with its whole PID namespace
-        self.ended(10)
+        select.select([self.pidfd], [], [], 10)
         os.close(self.pidfd)
         self.sock.close()
 
@@ -1310,8 +1291,8 @@ class Build:
     """A candidate that passed the gates: its Python text and its libraries in load_inline order."""
 
     code: str
-    names: tuple[str, ...]
-    libraries: tuple[bytes, ...]
+    names: list[str]
+    libraries: list[bytes]
 
 
 class Judge:
@@ -1325,17 +1306,11 @@ class Judge:
         self.device, self.unsafe, self.lock = device, unsafe, threading.Lock()
         self.device_name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
         self.chain = Toolchain(cache, device)
-        # what a child may read: no task, no run, no other candidate
-        self.readable = ["/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache",
-                         sys.prefix, sys.base_prefix, os.path.dirname(torch.__file__),
-                         os.path.dirname(self.chain.ninja), str(self.chain.include)]
-        self.readable += [str(Path(self.chain.nvcc).resolve().parents[1])] * (device == "cuda")
         self.source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-        self.users, self.baselines = 0, {}
+        self.children, self.baselines = 0, {}  # eager's time of a task, on a GPU
         self._start_zygote()
-        probe = self.child()
-        self.layers = probe.layers
-        probe.kill()
+        with Child(self) as probe:
+            self.layers = probe.layers
         self.pool = ThreadPoolExecutor(jobs or os.cpu_count())
 
     def __enter__(self):
@@ -1348,35 +1323,22 @@ class Judge:
         self.zygote_sock.close()
 
     def _start_zygote(self) -> None:
-        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.zygote_sock, other = pair
+        self.zygote_sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.zygote_sock.settimeout(120)  # the first answer waits for the import of torch
-        env = {k: v for k, v in os.environ.items()
-               if k in ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME")}
+        kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME")
+        env = {k: v for k, v in os.environ.items() if k in kept}
         env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         argv = [sys.executable, os.path.abspath(__file__), "zygote", str(other.fileno())]
         with other:
             self.zygote = subprocess.Popen(argv, pass_fds=[other.fileno()], env=env,
                                            stdin=subprocess.DEVNULL)
 
-    def child(self, folder: Path | None = None, argv: list[str] | None = None) -> Child:
-        """A fresh sandboxed process: a worker, or argv run in folder, which then is its own."""
-        with self.lock:
-            self.users = (self.users + 1) % 1000
-            uid = 61000 + self.users
-        spec = {"uid": uid, "device": self.device, "readable": self.readable,
-                "writable": [str(folder)] if folder else [],
-                "env": {"PATH": os.environ.get("PATH", ""), "TMPDIR": str(folder or "/tmp")}}
-        if argv:
-            spec |= {"argv": argv, "log": str(folder / "log")}
-            os.chmod(folder, 0o777)  # for whichever user the child ends up as
-        return Child(self, spec)
-
     def _retried(self, action) -> Build | Verdict:
         for _ in range(2):
             try:
-                found = action()
-                return replace(found, device=self.device_name) if type(found) is Verdict else found
+                return action()
+            except Rejected as e:
+                return Verdict(*e.args, device=self.device_name)
             except (JudgeFault, OSError, subprocess.SubprocessError) as e:
                 fault = e
                 with self.lock:
@@ -1388,63 +1350,57 @@ class Judge:
         """A Build or a Verdict, later."""
         return self.pool.submit(self._retried, lambda: self._build(code))
 
-    def _build(self, code: str) -> Build | Verdict:
+    def _build(self, code: str) -> Build:
         hack = find_hacks(code, self.device)
         if hack:
-            return Verdict("hack", *hack)
-        recorder = self.child()
-        try:
-            calls = recorder.ask("record", code=code).get("calls")
-        except CandidateError as e:
-            return Verdict("runtime_error", message=str(e))
-        finally:
-            recorder.kill()
+            raise Rejected("hack", *hack)
+        with Child(self) as recorder:
+            recorder.trusted = False
+            calls = recorder.ask("load", code=code, names=None).get("calls")
         if not isinstance(calls, list) or not 0 < len(calls) <= MAX_EXTENSIONS:
             text = f"load_inline must be called one to {MAX_EXTENSIONS} times"
-            return Verdict("hack", "no kernel", text)
-        names, libraries = [], []
+            raise Rejected("hack", "no kernel", text)
+        keys = ["cpp", "cuda", "flags", "functions", "ldflags"]
         for call in calls:
-            key = f"kevin_{stable_seed(call, self.source):016x}"
-            done = self.chain.root / "built" / key  # the cache holds a library or a verdict
-            with open(done.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not done.with_suffix(".json").exists():
-                    try:
-                        verdict, library = self._compile(key, call)
-                    except (TypeError, KeyError, AttributeError):  # whatever the module passed
-                        text = "load_inline takes strings and lists of strings"
-                        verdict, library = Verdict("runtime_error", message=text), b""
-                    write_whole(done.with_suffix(".so"), library)
-                    row = json.dumps(verdict and asdict(verdict))
-                    write_whole(done.with_suffix(".json"), row.encode())
-            row = json.loads(done.with_suffix(".json").read_text())
-            if row:
-                return Verdict(**row)
-            names.append(key)
-            libraries.append(done.with_suffix(".so").read_bytes())
-        return Build(code, tuple(names), tuple(libraries))
+            values = list(call.values()) if isinstance(call, dict) and sorted(call) == keys else [0]
+            if not all(isinstance(v, list) and all(isinstance(t, str) for t in v) for v in values):
+                text = "load_inline takes strings and lists of strings"
+                raise Rejected("runtime_error", "", text)
+        names = [f"kevin_{stable_seed(call, self.source):016x}" for call in calls]
+        return Build(code, names, [self._library(*pair) for pair in zip(names, calls)])
 
-    def _compile(self, name: str, call: dict) -> tuple[Verdict | None, bytes]:
+    def _library(self, name: str, call: dict) -> bytes:
+        done = self.chain.root / "built" / name  # a library, or why there is none
+        with open(f"{done}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                try:
+                    write_whole(done, self._compile(name, call))
+                except Rejected as e:
+                    write_whole(done, json.dumps(e.args).encode())
+        found = done.read_bytes()
+        if found.startswith(b"["):
+            raise Rejected(*json.loads(found))
+        return found
+
+    def _compile(self, name: str, call: dict) -> bytes:
         if call["ldflags"]:
-            return Verdict("hack", "linker flags", "extra_ldflags are not allowed"), b""
+            raise Rejected("hack", "linker flags", "extra_ldflags are not allowed")
         with tempfile.TemporaryDirectory(dir=self.chain.root / "scratch") as scratch:
-            os.chmod(scratch, 0o755)
-            for full in (False, True):
-                folder = Path(scratch) / f"full-{full}"
-                folder.mkdir()
-                self.chain.write(folder, name, call, full)
-                child = self.child(folder, [self.chain.ninja, "-j2"])
-                ended = child.ended(BUILD_TIMEOUT_S)
-                child.kill()
-                log, library = (read_regular(folder / n) for n in ("log", "built.so"))
-                log = log.decode(errors="replace") if ended else "error: compiling took too long"
-                if library and ended:
-                    return self.chain.gate(folder, library), library
-                if not log or re.search(r"^ninja: (error|fatal)", log, re.MULTILINE):
-                    raise JudgeFault(f"the build did not run: {log[:500]}")
-                if not NEEDS_FULL.search(log):
-                    break
-        return Verdict("compile_error", message=first_errors(log)), b""
+            folder = Path(scratch) / "own"
+            folder.mkdir()
+            for path, mode in ((scratch, 0o755), (folder, 0o777)):  # for whichever user it will be
+                os.chmod(path, mode)
+            stages = self.chain.write(folder, name, call)
+            with Child(self, folder) as child:
+                child.ask("build", (), 3 * BUILD_TIMEOUT_S, folder=str(folder), stages=stages)
+            log, library = (read_regular(folder / file) for file in ("log", "built.so"))
+            if b"No space left" in log or not log and not library:
+                raise JudgeFault(f"the build did not run: {log[:500]!r}")
+            if not library:
+                raise Rejected("compile_error", "", first_errors(log.decode(errors="replace")))
+            self.chain.gate(folder, library)
+            return library
 
     def check(self, task: Task, build: Build) -> Verdict:
         """Correctness, then time, of a built candidate; nothing else may use the device."""
@@ -1456,24 +1412,21 @@ class Judge:
             with Subject(self, task, build) as candidate:
                 for trial in range(TRIALS):
                     if trial % math.ceil(TRIALS / WEIGHT_SEEDS) == 0:
-                        weights = fresh_seeds()[0]
-                    seeds += [weights, *candidate.prepare(weights, fresh_seeds())]
-                    candidate.run()
-                    error, problem, same = candidate.problem(weights, seeds[-1])
-                    if problem:
-                        return Verdict("incorrect", "", problem, error=error, seeds=tuple(seeds))
+                        weights = fresh_seed()
+                    seeds += [weights, fresh_seed()]
+                    candidate.run(*seeds[-2:])
+                    error, same = candidate.error(*seeds[-2:])
                     worst, constant = max(worst, error), constant and same
-                ops = candidate.child.ask("dispatch").get("ops")
-                if not isinstance(ops, list):
-                    raise CandidateError("the process sent an unreadable message")
-                foreign = [op for op in ops if not OPERATORS_ALLOWED.fullmatch(str(op))]
+                ops = map(str, candidate.ask("dispatch").get("ops") or ())
+                foreign = [op for op in ops if not OPERATORS_ALLOWED.fullmatch(op)]
                 if foreign:
-                    message = f"forward runs aten::{', aten::'.join(map(str, foreign))}"
-                    return Verdict("hack", "torch operator", message[:400], seeds=tuple(seeds))
-                found = time_candidate(candidate, seeds, worst, constant)
-        except CandidateError as e:
-            found = Verdict("runtime_error", message=str(e))
-        return replace(found, seeds=tuple(seeds))
+                    message = f"forward runs aten::{', aten::'.join(foreign)}"[:400]
+                    raise Rejected("hack", "torch operator", message)
+                ms, eager_ms = time_candidate(candidate, seeds, constant)
+                found = Verdict("correct", "", "", ms, eager_ms, eager_ms / ms, worst)
+        except Rejected as e:
+            found = Verdict(*e.args)
+        return replace(found, device=self.device_name, seeds=tuple(seeds))
 
 
 @functools.lru_cache(maxsize=4)
@@ -1482,8 +1435,9 @@ def reference_models(code: str, weights: int, device: str) -> tuple:
     space: dict = {"__name__": "task"}
     exec(compile(code, "task", "exec"), space)
     with torch.device(device):
-        model = seeded_model(space["Model"], space["get_init_inputs"], weights)
-    return space["get_inputs"], model, copy.deepcopy(model).double()
+        model, exact = (seeded_model(space["Model"], space["get_init_inputs"], weights)
+                        for _ in range(2))
+    return space["get_inputs"], model, exact.double()
 
 
 def reference_answer(task: Task, weights: int, seed: int, device: str) -> tuple:
@@ -1501,110 +1455,104 @@ def reference_answer(task: Task, weights: int, seed: int, device: str) -> tuple:
             truth, eager = exact(*wide), model(*inputs)
             read = [t for t in [*inputs, *model.parameters()] if torch.is_tensor(t)]
             return truth, eager, sum(t.numel() * t.element_size() for t in read)
-    except torch.OutOfMemoryError as e:
-        raise JudgeFault(f"no memory for the reference of {task.id}: {e}") from None
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as e:
+        raise JudgeFault(f"the reference of {task.id} failed: {e}") from None
     except Exception as e:
         text = f"task {task.id}: its program raised {type(e).__name__}: {e}"
         raise UserError(text.splitlines()[0]) from None
 
 
-class Subject:
+class Subject(Child):
     """A worker that serves a built candidate, or (build=None) the task's own Model for its time."""
 
     def __init__(self, judge: Judge, task: Task, build: Build | None = None):
-        self.judge, self.task, self.device, self.pointer = judge, task, judge.device, None
+        self.task, self.device, self.pointer = task, judge.device, ctypes.c_void_p()
         self.name, code = ("ModelNew", build.code) if build else ("Model", task.code)
         _, self.like, self.read_bytes = reference_answer(task, 0, 0, self.device)
         self.size = max(1, self.like.numel() * self.like.element_size())
-        self.child, fds = judge.child(), [sealed_memory(bytes(self.size), seal_data=False)]
+        super().__init__(judge)
+        fds = [sealed_memory(bytes(self.size), writable=True)]
         try:
-            self.memory = mmap.mmap(fds[0], self.size)
-            inputs = program_part(task.code, classes=False)
-            try:
-                reply = self.child.ask("open", fds, inputs=inputs, size=self.size)
-            except CandidateError as e:  # nothing of the candidate has run yet
-                raise JudgeFault(f"a worker did not open: {e}") from None
-            if self.device == "cuda":
-                self.pointer = ctypes.c_void_p()
-                handle = IpcHandle.from_buffer_copy(bytes.fromhex(reply["handle"]))
-                cuda("cudaIpcOpenMemHandle", ctypes.byref(self.pointer), handle, ctypes.c_uint(1))
-            fds += [sealed_memory(data) for data in (build.libraries if build else ())]
-            names = list(build.names) if build else []
-            self.child.ask("load", fds[1:], code=code, names=names)
+            self._open(fds)
+            self.trusted = build is None
+            for data in build.libraries if build else ():
+                fds.append(sealed_memory(data, writable=False))
+            self.ask("load", fds[1:], code=code, names=build.names if build else [])
         except BaseException:
-            self.child.kill()
+            self.kill()
             raise
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def __enter__(self):
-        return self
+    def _open(self, fds: list[int]) -> None:
+        inputs = program_part(self.task.code, classes=False)
+        reply = self.ask("open", fds, inputs=inputs, size=self.size)
+        if self.device == "cpu":
+            self.memory = torch.frombuffer(mmap.mmap(fds[0], self.size), dtype=torch.uint8)
+        else:
+            handle = IpcHandle.from_buffer_copy(bytes.fromhex(reply["handle"]))
+            cuda("cudaIpcOpenMemHandle", ctypes.byref(self.pointer), handle, ctypes.c_uint(1))
+            self.memory = device_bytes(self.pointer, self.size)
 
-    def __exit__(self, *_):
-        try:
-            if self.pointer is not None:
-                cuda("cudaIpcCloseMemHandle", self.pointer)
-        finally:
-            self.child.kill()
+    def kill(self) -> None:
+        """Ends the worker and lets go of its memory."""
+        super().kill()
+        if self.pointer:
+            cuda("cudaIpcCloseMemHandle", self.pointer)
 
-    def prepare(self, weights: int, seeds: list[int]) -> list[int]:
-        """Weights and inputs of these seeds in the worker, ready to run."""
-        self.child.ask("prepare", name=self.name, weights=weights, seeds=seeds)
-        return seeds
+    def run(self, weights: int, *inputs: int) -> tuple[float, list[float]]:
+        """Calls the module, weights and inputs drawn under these seeds, once on every input.
 
-    def run(self, keep: int = 0, timed: bool = False) -> tuple[float, list[float]]:
-        """(ms by this process's clock, the worker's events) of one call on every prepared input."""
+        Keeps the last output; returns (ms by this process's clock, the worker's events in ms).
+        """
+        self.ask("prepare", name=self.name, weights=weights, seeds=inputs)
         start = time.perf_counter()
-        events = self.child.ask("run", keep=keep, timed=timed).get("ms")
+        events = self.ask("run").get("ms")
         elapsed = (time.perf_counter() - start) * 1e3
-        if not isinstance(events, list) or not all(isinstance(e, float) and e > 0 for e in events):
-            raise CandidateError("the process sent an unreadable message")
+        calls = len(inputs) if self.device == "cuda" else 0
+        if not isinstance(events, list) or [isinstance(e, float) and e > 0 for e in events] != [
+                True] * calls:
+            self.fail("the process sent an unreadable message")
         return elapsed, events
 
-    def problem(self, weights: int, seed: int) -> tuple[float | None, str, bool]:
-        """(error, what is wrong or "", whether the answer is constant) of the output that run kept.
+    def error(self, weights: int, seed: int) -> tuple[float, bool]:
+        """(error of the kept output, whether the right answer is constant); Rejected if wrong.
 
         The bytes are compared; what the worker claims can only speak against them.
         """
         truth, eager, _ = reference_answer(self.task, weights, seed, self.device)
-        output = torch.empty_like(self.like, memory_format=torch.contiguous_format)
-        if self.device == "cpu":
-            self.memory[:] = b"\xff" * self.size  # NaN, so that what is not written is wrong
-        else:
-            cuda("cudaMemset", self.pointer, ctypes.c_int(255), self.size)
-            torch.cuda.synchronize()  # or it could come after the worker's copy
-        claim = self.child.ask("fetch")
-        if self.device == "cpu":
-            raw = torch.frombuffer(self.memory, dtype=output.dtype, count=output.numel())
-            output.copy_(raw.view(output.shape))
-        else:
-            cuda("cudaMemcpy", output.data_ptr(), self.pointer, self.size, 3)
+        self.memory.fill_(255)  # NaN, so that what is not written is wrong
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # or the fill could come after the worker's copy
+        claim = self.ask("fetch")
+        output = self.memory[: eager.nbytes].view(eager.dtype).view(eager.shape).clone()
         expected = {"type": "Tensor", "shape": list(eager.shape), "dtype": str(eager.dtype),
-                    "device": self.device}
+                    "device": self.device, "own": True, "mutated": False}
+        texts = {"own": "the output must be a new tensor, no input, parameter or view",
+                 "mutated": "an input was changed; inputs must stay as they are"}
         for key, value in expected.items():
             if claim.get(key) != value:
                 text = f"the output's {key} is {str(claim.get(key))[:200]} instead of {value}"
-                return None, text, False
-        if claim.get("own") is not True:
-            return None, "the output must be a new tensor, no input, parameter or view", False
-        if claim.get("mutated") is not False:
-            return None, "an input was changed; inputs must stay as they are", False
-        return *compare(output, truth, eager), bool((truth == truth.view(-1)[0]).all())
+                raise Rejected("incorrect", "", texts.get(key, text))
+        error, problem = compare(output, truth, eager)
+        if problem:
+            raise Rejected("incorrect", "", problem)
+        return error, bool((truth == truth.view(-1)[0]).all())
 
 
-def sealed_memory(data: bytes, seal_data: bool = True) -> int:
-    """Anonymous memory as a descriptor, of fixed size, its contents writable only if not sealed."""
+def sealed_memory(data: bytes, writable: bool) -> int:
+    """Anonymous memory of fixed size as a descriptor: a file that shrinks would kill its reader."""
     fd = os.memfd_create("kevin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.write(fd, data)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # shrinking kills a reader
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | (fcntl.F_SEAL_WRITE if seal_data else 0))
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | (0 if writable else fcntl.F_SEAL_WRITE))
     return fd
 
 
-def fresh_seeds(count: int = 1) -> list[int]:
-    """Seeds that no child has seen."""
-    return [random.SystemRandom().getrandbits(31) for _ in range(count)]
+def fresh_seed() -> int:
+    """A seed that no child has seen."""
+    return random.SystemRandom().getrandbits(31)
 
 
 # Correctness and time.
@@ -1653,92 +1601,52 @@ def compare(output: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor) -> t
                    f"{list(index)}: {found:.6g} instead of {right:.6g}")
 
 
-def fill_burst(subject: Subject, weights: int, ms: float) -> list[int]:
-    """Prepares fresh inputs for as many calls as fill a burst, within memory; their seeds."""
+def burst(subject: Subject, weights: int, ms: float) -> tuple[float, float, int]:
+    """(ms of a call, ms a call outside of the timed events, seed of the last input).
+
+    As many calls as fill a burst, on new inputs at the old addresses. On a GPU a call takes the
+    median of its events, the L2 cache flushed before each; on a CPU this process's clock tells.
+    """
     affordable = SLOT_BYTES[subject.device] // max(1, subject.read_bytes)
     wanted = math.ceil(BURST_MS[subject.device] / max(ms, 1e-3))
-    return subject.prepare(weights, fresh_seeds(max(1, min(MAX_SLOTS, affordable, wanted))))
+    seeds = [fresh_seed() for _ in range(max(1, min(MAX_SLOTS, affordable, wanted)))]
+    elapsed, events = subject.run(weights, *seeds)
+    time_ms = statistics.median(events) if events else elapsed / len(seeds)
+    return time_ms, (elapsed - sum(events)) / len(seeds), seeds[-1]
 
 
-def time_on_cpu(candidate: Subject, weights: int, seeds: list[int]) -> tuple[float, float, str]:
-    """(candidate ms, eager ms, problem) by this process's clock, interleaved, medians of bursts.
+def time_candidate(candidate: Subject, seeds: list[int], constant: bool) -> tuple[float, float]:
+    """(candidate's ms, eager's ms), medians of bursts; Rejected if they cannot be believed.
 
-    Before a burst all inputs are overwritten in place with new ones, and one of its outputs is
-    checked afterwards: a cached or replayed answer is a wrong answer.
+    On a CPU the two alternate, so that a noisy machine disturbs both; on a GPU eager is timed once
+    a step, in a worker of its own. The outputs of timed calls are checked: an answer that is cached
+    or replayed is a wrong answer. constant: the task's answer never changes, so that it could be
+    written without reading anything.
     """
-    times, first = ([], []), []
-    with Subject(candidate.judge, candidate.task) as baseline:
-        pair = (candidate, baseline)
-        for subject in pair:
-            subject.prepare(weights, fresh_seeds())
-            first.append(min(subject.run()[0] for _ in range(3)))
-        slots = [0, len(fill_burst(baseline, weights, first[1]))]
+    judge, device, weights = candidate.judge, candidate.device, fresh_seed()
+    with contextlib.ExitStack() as stack:
+        known = device == "cuda" and judge.baselines.get(candidate.task.id)
+        pair = [candidate] if known else [
+            candidate, stack.enter_context(Subject(judge, candidate.task))]
+        first = [min(burst(s, weights, math.inf)[0] for _ in range(3)) for s in pair]  # warm-up
+        bursts = [[] for _ in pair]
         for turn in range(ROUNDS):
-            fresh = fill_burst(candidate, weights, first[0])
-            slots[0], keep = len(fresh), random.SystemRandom().randrange(len(fresh))
-            for which in ((0, 1), (1, 0))[turn % 2]:
-                times[which].append(pair[which].run(keep * (which == 0))[0] / slots[which])
-            if turn in (1, ROUNDS - 1):
-                seeds += [weights, fresh[keep]]
-                problem = candidate.problem(weights, fresh[keep])[1]
-                if problem:
-                    return 0.0, 0.0, problem
-    return statistics.median(times[0]), statistics.median(times[1]), ""
-
-
-def event_times(subject: Subject, weights: int) -> tuple[float, float, int]:
-    """(median ms by CUDA events, ms a call that this process saw beyond them, last input's seed).
-
-    3 warm-ups, then 5 to 50 trials in bursts of fresh inputs, the L2 cache flushed before each.
-    """
-    subject.prepare(weights, fresh_seeds())
-    first = [subject.run(timed=True)[1][0] for _ in range(3)][-1]
-    trials, events, beyond = min(50, max(5, math.ceil(BURST_MS["cuda"] / first))), [], 0.0
-    while len(events) < trials:
-        fresh = fill_burst(subject, weights, first)
-        elapsed, measured = subject.run(keep=len(fresh) - 1, timed=True)
-        if len(measured) != len(fresh):
-            raise CandidateError("the process sent an unreadable message")
-        events += measured
-        beyond += elapsed - sum(measured)
-    return statistics.median(events), beyond / len(events), fresh[-1]
-
-
-def time_on_gpu(candidate: Subject, weights: int, seeds: list[int]) -> tuple[float, float, str]:
-    """(candidate ms, eager ms, problem) by CUDA events; eager once a step, in its own worker.
-
-    This process's clock must account for the events: work that hides on another stream shows up
-    between the last event and the device-wide synchronisation.
-    """
-    judge, task = candidate.judge, candidate.task
-    if task.id not in judge.baselines:
-        with Subject(judge, task) as baseline:
-            judge.baselines[task.id] = event_times(baseline, weights)[:2]
-    eager_ms, eager_beyond = judge.baselines[task.id]
-    ms, beyond, seed = event_times(candidate, weights)
-    seeds += [weights, seed]
-    problem = candidate.problem(weights, seed)[1]
-    if not problem and beyond > 1.5 * eager_beyond + 0.05 * ms + 0.3:
-        problem = f"clock: {beyond:.3g} ms a call lie outside the timed events"
-    return ms, eager_ms, problem
-
-
-def time_candidate(candidate: Subject, seeds: list[int], error: float, constant: bool) -> Verdict:
-    """The verdict on a correct candidate: its time, or why that cannot be believed.
-
-    constant: the task's answer never changes, so it could be written without reading anything.
-    """
-    measure = time_on_cpu if candidate.device == "cpu" else time_on_gpu
-    ms, eager_ms, problem = measure(candidate, fresh_seeds()[0], seeds)
-    if problem and not problem.startswith("clock: "):
-        return Verdict("incorrect", message=f"after timing, on new inputs: {problem}")
+            for which in range(len(pair))[:: (1, -1)[turn % 2]]:
+                bursts[which].append(burst(pair[which], weights, first[which]))
+                if which == 0 and turn in (1, ROUNDS - 1):
+                    seeds += [weights, bursts[0][-1][2]]
+                    candidate.error(*seeds[-2:])
+    middle = [[statistics.median(column) for column in zip(*rows)] for rows in bursts]
+    (ms, beyond, _), eager = middle[0], known or middle[1]
+    judge.baselines[candidate.task.id] = eager
     moved = candidate.read_bytes if constant else candidate.size / 3
-    if not problem and ms < moved / BANDWIDTH[candidate.device] * 1e3:
-        problem = f"too fast: {ms:.3g} ms for {moved / 2**20:.3g} MiB of memory traffic"
-    if problem:
-        rule, _, message = problem.partition(": ")
-        return Verdict("suspicious", rule, message, ms, eager_ms, error=error)
-    return Verdict("correct", "", "", ms, eager_ms, eager_ms / ms, error)
+    if ms < moved / BANDWIDTH[device] * 1e3:
+        text = f"{ms:.3g} ms for {moved / 2**20:.3g} MiB of memory traffic"
+        raise Rejected("suspicious", "too fast", text)
+    if device == "cuda" and beyond > 1.5 * eager[1] + 0.05 * ms + 0.3:  # work on another stream
+        text = f"{beyond:.3g} ms a call lie outside the timed events of {ms:.3g} ms"
+        raise Rejected("suspicious", "clock", text)
+    return ms, eager[0]
 
 
 def cpu_name() -> str:
@@ -1748,8 +1656,6 @@ def cpu_name() -> str:
 
 
 # ---- 7. Score, return, advantage (paper 3.2, 4.2, 4.3, B.2) --------------------------------------
-
-MIN_SPREAD = 1e-6  # returns that agree this well carry no signal
 
 
 def kernel_score(verdict: Verdict, correct_weight: float = 0.3) -> float | None:
@@ -1771,8 +1677,6 @@ def discounted_returns(scores: list[float | None], gamma: float = 0.4,
 
     >>> [round(r, 3) for r in discounted_returns([0.0, 1.3, 0.0, 2.3])]
     [0.667, 1.668, 0.92, 2.3]
-    >>> [round(r, 3) for r in discounted_returns([0.0, 1.3, 0.0, 2.3], aggregate="max")]
-    [0.52, 1.3, 0.92, 2.3]
     """
     returns, later = [], 0.0
     for score in reversed(scores):
@@ -1786,19 +1690,16 @@ def group_advantages(returns: list[float | None], scale: bool = False) -> list[f
     """Returns of one task's m * n samples minus their mean (4.2; PAPER: its code, Dr. GRPO).
 
     scale divides by their deviation. None marks a sample that the judge failed on: outside the
-    statistics, with advantage 0. A constant group gets exact zeros: its mean is off by a rounding
-    step, which a division would blow up.
+    statistics, with advantage 0. A group that agrees within 1e-6 gets exact zeros: its mean is off
+    by a rounding step, which a division would blow up.
 
     >>> [round(a, 3) for a in group_advantages([0.0, 1.3, None, 2.6])]
     [-1.3, 0.0, 0.0, 1.3]
-    >>> group_advantages([0.2] * 12, scale=True) == [0.0] * 12
-    True
     """
-    known = torch.tensor([r for r in returns if r is not None], dtype=torch.float64)
-    if not len(known) or known.max() - known.min() < MIN_SPREAD:
+    known = [r for r in returns if r is not None]
+    if not known or max(known) - min(known) < 1e-6:
         return [0.0] * len(returns)
-    centre = known.mean().item()
-    spread = known.std(correction=0).item() if scale else 1.0
+    centre, spread = statistics.fmean(known), statistics.pstdev(known) if scale else 1.0
     return [0.0 if r is None else (r - centre) / spread for r in returns]
 
 
@@ -1879,9 +1780,7 @@ def with_adapter(lm: nn.Module, tokenizer, rank: int, alpha: int, adapter: str =
         raise UserError(f"{adapter} holds no adapter (adapter_config.json)")
     if lm.device.type == "cuda":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(lm, tokenizer)
-    assert policy.trainable(), "the adapter has no trainable weights"
-    return policy
+    return Policy(lm, tokenizer)
 
 
 def load_policy(config: Config) -> Policy:
@@ -1897,7 +1796,6 @@ def load_policy(config: Config) -> Policy:
             raise UserError(f"model folder {name} holds no weights (*.safetensors)")
     if not torch.cuda.is_available():
         raise UserError(f"{name} needs an NVIDIA GPU and there is none; --tiny runs on the CPU")
-    import accelerate
     import transformers
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -1907,7 +1805,7 @@ def load_policy(config: Config) -> Policy:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as e:
         raise UserError(f"cannot load {name}: {str(e).splitlines()[0]}") from None
-    with accelerate.init_empty_weights():
+    with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(shape)
     # two bytes a weight, and a quarter more and 4 GiB for adapter, optimiser and activations
     needed = sum(p.numel() for p in empty.parameters()) * 2.5 / 2**30 + 4
@@ -1976,8 +1874,7 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor,
 class Engine:
     """Continuous batching: add() queues a request, step() decodes one token of each active one.
 
-    Each active sequence owns a slot of the key-value cache for its whole length. Eager, on any
-    device.
+    Each active sequence owns a slot of the key-value cache for its whole length. Eager.
     """
 
     def __init__(self, policy: Policy, max_batch: int, temperature: float, max_tokens: int):
@@ -1993,9 +1890,9 @@ class Engine:
         if self.device.type == "cuda":  # as many slots as fit beside the training step
             slot_bytes = 2 * math.prod(size) // max_batch * dtype.itemsize
             fitting = int(0.6 * torch.cuda.mem_get_info()[0]) // slot_bytes
-            size[1] = max_batch = max(1, min(max_batch, fitting))
+            size[1] = max(1, min(max_batch, fitting))
         self.keys, self.values = (torch.zeros(size, dtype=dtype, device=self.device) for _ in "kv")
-        self.free = list(range(max_batch))
+        self.free = list(range(size[1]))
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.active)
@@ -2017,28 +1914,25 @@ class Engine:
             while self.waiting and self.free:
                 slot, request = self.free.pop(), self.waiting.pop(0)
                 self.active[slot] = request
-                finished += self._sample([slot], self._forward([slot], [request.prompt_ids], 0))
+                finished += self._next_token([slot], [request.prompt_ids], [0])
             if self.active:
-                slots = list(self.active)
-                ids = [self.active[slot].completion_ids[-1:] for slot in slots]
-                finished += self._sample(slots, self._forward(slots, ids, 1))
+                slots, requests = list(self.active), list(self.active.values())
+                starts = [len(r.prompt_ids) + len(r.completion_ids) - 1 for r in requests]
+                ids = [r.completion_ids[-1:] for r in requests]
+                finished += self._next_token(slots, ids, starts)
         finally:
             config._attn_implementation = before
             self.policy.train(training)
         return finished
 
-    def _forward(self, slots: list[int], ids: list[list[int]], decoding: int) -> torch.Tensor:
-        starts = [len(r.prompt_ids) + len(r.completion_ids) - 1 if decoding else 0
-                  for r in (self.active[slot] for slot in slots)]
+    def _next_token(self, slots: list[int], ids: list[list[int]], starts: list[int]):
+        requests = [self.active[slot] for slot in slots]
         row = torch.tensor(ids, device=self.device)  # (B, L)
         self.rows = torch.tensor(slots, device=self.device)
         self.places = torch.tensor(starts, device=self.device)[:, None] + torch.arange(
             row.shape[1], device=self.device)
-        return self.policy.base(input_ids=row, position_ids=self.places, use_cache=False,
-                                engine=self, logits_to_keep=1).logits[:, -1]
-
-    def _sample(self, slots: list[int], logits: torch.Tensor) -> list[Request]:
-        requests = [self.active[slot] for slot in slots]
+        logits = self.policy.base(input_ids=row, position_ids=self.places, use_cache=False,
+                                  engine=self, logits_to_keep=1).logits[:, -1]
         uniforms = torch.tensor([r.draws.random() for r in requests], dtype=torch.float64)
         sampled = sample_tokens(logits, uniforms.to(self.device), self.temperature)
         for slot, request, token, logprob in zip(slots, requests, *(s.tolist() for s in sampled)):
@@ -2053,15 +1947,6 @@ class Engine:
 
 
 # ---- 10. Rollout: turns of trajectories, decoding and judging interleaved (paper 4, C) -----------
-
-
-def finish_turn(request: Request, chat, verdict: Verdict, correct_weight: float) -> Turn:
-    """The record of an answered and judged request."""
-    owner, text = request.owner, chat.decode(request.completion_ids)
-    _, kernel, summary = parse_response(text)
-    return Turn(owner.task.id, owner.step, owner.index, len(owner.turns), request.prompt, text,
-                request.prompt_ids, request.completion_ids, request.logprobs, request.finish_reason,
-                kernel, summary, verdict, feedback(verdict), kernel_score(verdict, correct_weight))
 
 
 def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
@@ -2087,10 +1972,15 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             engine.add(Request(trajectory, prompt, ids, max_new_tokens, draws))
 
     def settle(request, verdict):
-        turn = finish_turn(request, chat, verdict, config.correct_weight)
-        request.owner.turns.append(turn)
-        on_turn(turn)
-        ask(request.owner)
+        owner, text = request.owner, chat.decode(request.completion_ids)
+        _, kernel, summary = parse_response(text)
+        owner.turns.append(Turn(
+            owner.task.id, owner.step, owner.index, len(owner.turns), request.prompt, text,
+            request.prompt_ids, request.completion_ids, request.logprobs, request.finish_reason,
+            kernel, summary, verdict, feedback(verdict),
+            kernel_score(verdict, config.correct_weight)))
+        on_turn(owner.turns[-1])
+        ask(owner)
 
     for trajectory in trajectories:
         ask(trajectory)
@@ -2108,8 +1998,7 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             continue
         for future in ready:
             request, built = building.pop(future), future.result()
-            kernel = parse_response(chat.decode(request.completion_ids))[1]
-            task = request.owner.task
+            task, kernel = request.owner.task, chat.decode(request.completion_ids)
             verdict = verdicts.get((task.id, kernel))
             if verdict is None or verdict.outcome == "judge_error":
                 verdict = built if isinstance(built, Verdict) else judge.check(task, built)
@@ -2141,31 +2030,24 @@ def policy_loss(logprobs, old_logprobs, advantage: float, clip_low: float = 0.2,
     return loss, (clipped * advantage < ratio * advantage).float().mean().detach()
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A turn with stored log-probabilities, ready for an update."""
-
-    turn: Turn
-    old_logprobs: torch.Tensor  # (T,) under the policy before the step's first update
-    ref_logprobs: torch.Tensor | None  # (T,) without the adapter, if the KL term is used
-
-
 @torch.no_grad()
-def store_logprobs(policy: Policy, turns: list[Turn], config: Config) -> list[Sample]:
-    """Samples with old (and reference) log-probabilities; turns that move nothing are left out."""
+def store_logprobs(policy: Policy, turns: list[Turn], config: Config) -> list[tuple]:
+    """Samples (turn, old log-probabilities, those without the adapter if KL is used), (T,) each.
+
+    Turns that move nothing are left out.
+    """
     samples = []
     for turn in turns:
         if turn.advantage or config.kl:
-            arguments = (turn.prompt_ids, turn.completion_ids, config.temperature)
-            reference = None
+            arguments, reference = (turn.prompt_ids, turn.completion_ids, config.temperature), None
             if config.kl:
                 with policy.lm.disable_adapter():
                     reference = policy(*arguments)
-            samples.append(Sample(turn, policy(*arguments), reference))
+            samples.append((turn, policy(*arguments), reference))
     return samples
 
 
-def update(policy: Policy, optimizer, samples: list[Sample], count: int, config: Config,
+def update(policy: Policy, optimizer, samples: list[tuple], count: int, config: Config,
            reduce) -> dict[str, float]:
     """One gradient step on `count` samples, of which `samples` are this process's.
 
@@ -2175,11 +2057,10 @@ def update(policy: Policy, optimizer, samples: list[Sample], count: int, config:
     """
     parameters, totals = policy.trainable(), torch.zeros(3, dtype=torch.float64)
     policy.train()
-    for sample in samples:
-        logprobs = policy(sample.turn.prompt_ids, sample.turn.completion_ids, config.temperature)
-        loss, clipped = policy_loss(logprobs, sample.old_logprobs, sample.turn.advantage,
-                                    config.clip_low, config.clip_high, config.kl,
-                                    sample.ref_logprobs)
+    for turn, old, reference in samples:
+        logprobs = policy(turn.prompt_ids, turn.completion_ids, config.temperature)
+        loss, clipped = policy_loss(logprobs, old, turn.advantage, config.clip_low,
+                                    config.clip_high, config.kl, reference)
         loss = loss / (count * config.length_normalizer)
         loss.backward()
         totals += torch.tensor([loss.item(), clipped.item(), 1.0], dtype=torch.float64)
@@ -2197,6 +2078,12 @@ def update(policy: Policy, optimizer, samples: list[Sample], count: int, config:
 
 
 # ---- 12. Training (paper 4.4, 6.1) ---------------------------------------------------------------
+
+
+def mean(values) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
 
 
 def grade(turns: list[Turn], config: Config) -> list[Turn]:
@@ -2218,16 +2105,6 @@ def grade(turns: list[Turn], config: Config) -> list[Turn]:
         spread = math.sqrt(mean(t.advantage**2 for t in graded if t.return_ is not None)) or 1.0
         graded = [replace(t, advantage=t.advantage / spread) for t in graded]
     return graded
-
-
-def mean(values) -> float:
-    """Arithmetic mean; 0 of nothing.
-
-    >>> mean([1, 2]), mean([])
-    (1.5, 0.0)
-    """
-    values = list(values)
-    return sum(values) / len(values) if values else 0.0
 
 
 def step_metrics(turns: list[Turn]) -> dict[str, float]:
@@ -2254,18 +2131,18 @@ def step_metrics(turns: list[Turn]) -> dict[str, float]:
 def open_run(config: Config, command: str) -> Path:
     """The run folder, with config.json, this source, and environment.json: versions and machine.
 
-    UserError if the folder is another configuration's.
+    UserError if the folder is another configuration's, or in use.
     """
     import peft
     import transformers
 
     run = Path(config.resume or config.out or time.strftime(f"runs/{command}-%Y%m%d-%H%M%S"))
-    if (run / "config.json").exists():
-        there = json.loads((run / "config.json").read_text())
-        for name, value in asdict(config).items():
-            if name not in ("out", "resume", "steps", "cache") and there.get(name) != value:
-                raise UserError(f"run folder {run} is another configuration's: {name} is "
-                                f"{there.get(name)!r} there and {value!r} here")
+    stored = run / "config.json"
+    there = json.loads(stored.read_text()) if stored.exists() else asdict(config)
+    for name, value in asdict(config).items():
+        if name not in ("out", "resume", "steps", "cache") and there.get(name) != value:
+            raise UserError(f"run folder {run} is another configuration's: {name} is "
+                            f"{there.get(name)!r} there and {value!r} here")
     run.mkdir(parents=True, exist_ok=True)
     try:  # held until this process ends
         fcntl.lockf(os.open(run / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -2273,9 +2150,9 @@ def open_run(config: Config, command: str) -> Path:
         raise UserError(f"run folder {run} is in use by another process") from None
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
                          capture_output=True, text=True)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = {"python": sys.version, "torch": torch.__version__, "cuda": torch.version.cuda,
-             "transformers": transformers.__version__, "peft": peft.__version__, "gpu": gpu,
+             "transformers": transformers.__version__, "peft": peft.__version__,
+             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
              "cpu": cpu_name(), "machine": platform.platform(), "cores": os.cpu_count(),
              "commit": git.stdout.strip(), "command": sys.argv}
     write_whole(run / "environment.json", json.dumps(facts, indent=1).encode())
@@ -2365,8 +2242,8 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
         metrics = update(policy, optimizer, share, len(part), config,
                          lambda tensor: accelerator.reduce(tensor, "sum"))
         schedule.step()
-    gaps = [(s.old_logprobs.cpu() - torch.tensor(s.turn.sampling_logprobs)).abs().mean().item()
-            for share in shares for s in share]
+    gaps = [(old.cpu() - torch.tensor(turn.sampling_logprobs)).abs().mean().item()
+            for share in shares for turn, old, _ in share]
     rate = schedule.get_last_lr()[0]
     return metrics | {"policy/sampling_gap": mean(gaps), "policy/learning_rate": rate}
 

@@ -116,14 +116,14 @@ def make_turn(**changes):
 # ---- 3. Data types and tasks ---------------------------------------------------------------------
 
 BAD_ROWS = {
-    "lacks ops": {k: v for k, v in ROW.items() if k != "ops"},
+    "missing.*ops": {k: v for k, v in ROW.items() if k != "ops"},
     "extra": ROW | {"note": "n", "extra": 1},
     "level": ROW | {"level": 3},
-    "strings": ROW | {"name": 3},
-    "parse": ROW | {"code": "def f(:\n"},
+    "name must be a string": ROW | {"name": 3},
+    "syntax": ROW | {"code": "def f(:\n"},
     "get_inputs": ROW | {"code": CODE.replace("get_inputs", "other")},
     "Model": ROW | {"code": CODE.replace("class Model(", "class Net(")},
-    "lacks id": [1],
+    "mapping": [1],
 }
 
 
@@ -133,7 +133,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path, said):
     file.write_text(json.dumps(ROW | {"id": "good"}) + "\n\n" + line + "\n")
     with pytest.raises(kevin.UserError) as caught:
         kevin.load_tasks(str(file))
-    assert f"{file}:3" in str(caught.value) and said in str(caught.value)
+    assert re.search(rf"{re.escape(str(file))}:3: .*{said}", str(caught.value))
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
@@ -346,11 +346,9 @@ HACKS = {
         "import os\nimport numpy as np\nfrom os import path\nimport torch.nn.functional as F\n"
         "from torch.nn import functional\nfrom torch import matmul as m\nfrom torch import *\n"
         "from . import torch").split("\n")],
-    "ModelNew": ["import torch", program().replace("def forward", "def other")]
+    "ModelNew": ["import torch"]
     + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
-    + [program(top="class Other:\n    x = 1"), program("class Inner:\n    x = 1\nreturn x")]
-    + [program(end="def __call__(self, x, y):\n    return x")],
-    "structure": [program(top=top) for top in ("print(1)", "if 1:\n    x = 1", "for i in []: i")],
+    + [program(top="class Other:\n    x = 1"), program("class Inner:\n    x = 1\nreturn x")],
     "try": [program("try:\n    return ext.f(x, y)\nexcept ValueError:\n    return x"),
             program("try:\n    return ext.f(x, y)\nfinally:\n    print(1)")],
     "pass": [program(f"if x is None:\n    {p}\nreturn ext.f(x, y)") for p in ("pass", "...")],
@@ -360,16 +358,16 @@ HACKS = {
     "yield": [program("yield x")],
     "async": [program("async def g():\n    return 1")],
     "@": returning("x @ y") + [program("x @= y\nreturn x")],
-    "dunder": returning("x.__class__ | x._base | self.__dict__"),
-    "wrapper": [program(end="@property\ndef g(self):\n    return 1")]
-    + [program(top=f"@torch.{d}\ndef g(x): return x") for d in ("jit.script", "compile")]
-    + [program(f"with {c}:\n    return x") for c in ('torch.autocast("cpu")', "ext.f(x, y)")],
+    "dunder": [program(end="def __call__(self, x, y):\n    return x")]
+    + returning("x.__class__ | x._base | self.__dict__"),
     "torch operator": returning(
         "x.softmax(1) | (m := x.softmax)(1) | ext.f(x, y).sum() | torch.matmul(x, y) | "
         "torch.matmul | torch.ops.aten.mm(x, y) | torch.Tensor.matmul(x, y) | x.mul_(y) | "
         "torch.nn.functional.relu(x) | nn.functional.relu(x) | [i.relu() for i in [x]][0] | "
         "(lambda z: z.relu())(x) | nn.Linear(2, 2) | nn.modules.linear.Linear(2, 2) | "
         "torch.jit.trace(ext.f, x) | torch.library.Library | torch.utils.data | torch.backends")
+    + [program(top=f"@torch.{d}\ndef g(x): return x") for d in ("jit.script", "compile")]
+    + [program('with torch.autocast("cpu"):\n    return x')]
     + returning("t.relu(x)", "import torch as t")
     + returning("u.functional.relu(x)", "from torch import nn as u"),
     "assignment": [program(top="nn.Module.forward = 1"), program("x.data = y\nreturn x")]
@@ -377,6 +375,7 @@ HACKS = {
     "name": returning(
         'getattr(x, "soft" + "max")(1) | exec("x") | eval("x") | open("a") | __import__("os") | '
         "globals() | vars(x) | type(x) | setattr(x, y, y) | (torch := x)")
+    + [program(end="@property\ndef g(self):\n    return 1")]
     + [program("for math in [x]:\n    y = x\nreturn y"), program(top="load_inline = print")]
     + [program("return g(x)", "def g(self):\n    return self.softmax(1)")]
     + [program("return g(x)", "def g(math):\n    return math.exp()")],
@@ -688,7 +687,7 @@ def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(judge, "child", fault)
+        patch.setattr(kevin, "Child", fault)
         verdict = judged(judge, candidate())
     assert verdict.outcome == "judge_error" and "disk full" in verdict.message
     assert kevin.kernel_score(verdict) is None
@@ -696,12 +695,14 @@ def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
 
 def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, monkeypatch):
     with kevin.Subject(judge, NORM, judge.submit(candidate()).result()) as subject:
-        subject.prepare(1, [2])
+        subject.run(1, 2)
         truth = {"type": "Tensor", "shape": [64, 256], "dtype": "torch.float32", "device": "cpu",
                  "own": True, "mutated": False}
-        monkeypatch.setattr(subject.child, "ask", lambda op: truth)
-        assert "16384 of 16384" in subject.problem(1, 2)[1], "no byte was written"
-    monkeypatch.setattr(kevin, "time_on_cpu", lambda *_: (1e-9, 1.0, ""))
+        monkeypatch.setattr(subject, "ask", lambda op: truth)
+        with pytest.raises(kevin.Rejected, match="16384 of 16384"):  # no byte was written
+            subject.error(1, 2)
+    real = kevin.burst
+    monkeypatch.setattr(kevin, "burst", lambda subject, *rest: (1e-9, *real(subject, *rest)[1:]))
     verdict = judged(judge, candidate())
     assert (verdict.outcome, verdict.rule) == ("suspicious", "too fast"), verdict
     assert kevin.kernel_score(verdict) == 0
@@ -712,10 +713,10 @@ def test_a_machine_that_cannot_contain_a_child_refuses_it(judge, monkeypatch):
     monkeypatch.setattr(kevin, "receive_message", lambda sock, max_fds=0: (
         lambda message, fds: (weak if "layers" in message else message, fds))(
             *receive(sock, max_fds)))
-    judge.child().kill()
+    kevin.Child(judge).kill()
     monkeypatch.setattr(judge, "unsafe", False)
     with pytest.raises(kevin.UserError, match="not here.*--unsafe"):
-        judge.child()
+        kevin.Child(judge)
 
 
 def test_a_task_that_raises_is_the_users_error_and_names_the_task(judge):
@@ -725,12 +726,12 @@ def test_a_task_that_raises_is_the_users_error_and_names_the_task(judge):
         judge.check(task, build)
 
 
-# What a process in the sandbox can do: Python code that the zygote runs in a folder of its own.
+# What a process in the sandbox can do: Python code that a child runs in a folder of its own.
 
 
 @pytest.fixture
 def contained(judge, tmp_path):
-    """contained(layer, code, wait=True): the code's output, with the child; needs the layer."""
+    """contained(layer, code, wait=True): the code's output, or the child; needs the layer."""
     children = []
 
     def run(layers, code, wait=True):
@@ -739,11 +740,14 @@ def contained(judge, tmp_path):
                 pytest.skip(f"sandbox layer {layer}: {judge.layers.get(layer)}")
         folder = tmp_path / "own"
         folder.mkdir()
-        child = judge.child(folder, [sys.executable, "-c", code])
-        children.append(child)
-        if wait:
-            assert child.ended(30), "the child hangs"
-        return (folder / "log").read_text() if wait else child
+        folder.chmod(0o777)
+        children.append(kevin.Child(judge, folder))
+        order = {"folder": str(folder), "stages": [[[sys.executable, "-c", code]]]}
+        if not wait:
+            kevin.send_message(children[0].sock, {"op": "build", **order})
+            return children[0]
+        children[0].ask("build", (), 30, **order)
+        return (folder / "log").read_text()
 
     yield run
     for child in children:
@@ -847,10 +851,10 @@ def test_a_hostile_message_is_an_error_of_its_sender(kind):
         with peer, contextlib.suppress(OSError):
             peer.sendall(payload)
 
-    for expected in (error, kevin.CandidateError):
+    for expected in (error, kevin.Rejected):
         ours, peer = socket.socketpair()
         child = kevin.Child.__new__(kevin.Child)  # without a process
-        child.sock = ours
+        child.sock, child.trusted = ours, False
         thread = threading.Thread(target=serve, args=(peer,))
         thread.start()
         with ours, pytest.raises(expected):
@@ -1355,8 +1359,8 @@ def test_the_first_gradient_is_reinforce_over_count_and_constant_length(fresh):
 
 def test_the_gradient_is_the_same_in_any_order_and_without_zero_advantages(fresh):
     policy, samples = fresh
-    assert [s.turn for s in samples] == [t for t in make_turns() if t.advantage]
-    every = [kevin.Sample(t, policy(t.prompt_ids, t.completion_ids, 0.9).detach(), None)
+    assert [s[0] for s in samples] == [t for t in make_turns() if t.advantage]
+    every = [(t, policy(t.prompt_ids, t.completion_ids, 0.9).detach(), None)
              for t in make_turns()]
     moves = [step(copy.deepcopy(policy), s)[1] for s in (samples, samples[::-1], every)]
     close(moves[1], moves[0])
@@ -1386,12 +1390,11 @@ def test_only_the_second_update_on_a_batch_is_off_policy(fresh):
 
 
 def test_reference_logprobs_are_those_of_the_base_and_only_taken_for_kl(fresh):
-    assert all(s.ref_logprobs is None for s in fresh[1])
+    assert all(reference is None for _, _, reference in fresh[1])
     samples = kevin.store_logprobs(fresh[0], make_turns(), replace(CONFIG, kl=0.1))
     assert len(samples) == 6  # a sample without advantage still has a KL gradient
-    for s in samples:
-        base = naive_logprobs(tiny_lm(), s.turn.prompt_ids, s.turn.completion_ids)
-        close(s.ref_logprobs, base, 1e-5)
+    for turn, _, reference in samples:
+        close(reference, naive_logprobs(tiny_lm(), turn.prompt_ids, turn.completion_ids), 1e-5)
 
 
 # ---- 12. Training --------------------------------------------------------------------------------
@@ -1469,9 +1472,9 @@ def test_a_step_never_holds_a_task_twice(count):
 def test_both_updates_get_half_of_the_turns_and_the_processes_share_each_half(monkeypatch):
     turns, calls = make_turns([float(i) for i in range(20)]), []
     monkeypatch.setattr(kevin, "store_logprobs", lambda policy, mine, config: (
-        calls.append(("store", mine)), [kevin.Sample(t, torch.zeros(1), None) for t in mine])[1])
+        calls.append(("store", mine)), [(t, torch.zeros(1), None) for t in mine])[1])
     monkeypatch.setattr(kevin, "update", lambda policy, optimizer, mine, count, *rest: (
-        calls.append(("update", [s.turn for s in mine], count)), {})[1])
+        calls.append(("update", [s[0] for s in mine], count)), {})[1])
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer.step()
