@@ -2434,7 +2434,151 @@ def audit(run: Path) -> int:
     return wrong
 
 
-# ---- 14. The tiny world: a small model and three small tasks, on the CPU -------------------------
+# ---- 14. Tasks: the admission gate (paper A) -----------------------------------------------------
+
+EAGER_RANGE_MS, TASK_MEMORY = (0.1, 20.0), 12 << 30  # on an H200
+
+
+class WithoutCall(torch.overrides.TorchFunctionMode):
+    """Leaves out one call of a torch function: its first tensor argument becomes the result."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self.index, self.calls, self.name = index, 0, ""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        first = next((a for a in args if torch.is_tensor(a)), result)
+        if torch.is_tensor(result) and first is not result and first.shape == result.shape:
+            self.calls += 1
+            if self.calls - 1 == self.index:
+                self.name = getattr(func, "__name__", "call").strip("_")
+                return first.to(result.dtype)
+        return result
+
+
+def cheap_answers(task: Task, truth: torch.Tensor, device: str):
+    """Yields (name, output): what a candidate could return without all of the task's work (A).
+
+    truth is the answer for the weights seed 1 and the input seed 1.
+    """
+    get_inputs, model, _ = reference_models(task.code, 1, device)
+    inputs = seeded_inputs(get_inputs, 1, device)
+    yield "zeros", torch.zeros_like(truth)
+    others = [reference_answer(task, 1, seed, device)[0] for seed in (2, 3, 4)]
+    yield "another input's answer", others[0]
+    if truth.is_floating_point():
+        yield "mean of other inputs' answers", sum(others) / len(others)
+        yield "constant", truth.mean().expand_as(truth)
+        for dim in range(1, truth.ndim):
+            rest = [d for d in range(truth.ndim) if d != dim]
+            yield f"constant along dimension {dim}", truth.mean(rest, keepdim=True).expand_as(truth)
+    del others
+    if next(model.parameters(), None) is not None:
+        yield "another model's answer", reference_answer(task, 2, 1, device)[0]
+    for place, x in enumerate(inputs):
+        if not torch.is_tensor(x) or not x.is_floating_point():
+            continue
+        if x.shape == truth.shape:
+            yield f"input {place + 1}", x
+        for dim in (d for d in range(x.ndim) if x.shape[d] > 1):
+            half, size = x.clone(), x.shape[dim] // 2
+            half.narrow(dim, size, x.shape[dim] - size).zero_()
+            yield (f"half of dimension {dim} of input {place + 1}",
+                   model(*inputs[:place], half, *inputs[place + 1 :]))
+    with WithoutCall(-1) as counted:
+        model(*inputs)
+    for index in range(counted.calls):
+        with WithoutCall(index) as without:
+            output = model(*inputs)
+        yield f"without {without.name} (call {index + 1})", output
+    for dtype in (torch.float16, torch.bfloat16):
+        rounded = [x.to(dtype).to(x.dtype) if torch.is_tensor(x) and x.is_floating_point() else x
+                   for x in inputs]
+        weights = {name: p.to(dtype).to(p.dtype) for name, p in model.named_parameters()}
+        yield str(dtype).partition(".")[2], torch.func.functional_call(model, weights, (*rounded,))
+
+
+def check_task(task: Task, device: str) -> dict:
+    """The gate's findings on a task: time, memory, spread, closest cheap answer, and what is wrong.
+
+    Every cheap answer must fail the judge's own comparison; half precision need not where eager
+    itself is that imprecise.
+    """
+    row, closest = {"id": task.id, "faults": []}, (math.inf, "")
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    try:
+        with torch.no_grad():
+            truth, eager, _ = reference_answer(task, 1, 1, device)
+            again = reference_answer(task, 1, 1, device)[1]
+            own, problem = compare(eager, truth, eager)
+            exact = truth.double()
+            row |= {"shape": list(eager.shape), "std": exact.std(correction=0).item(),
+                    "min": exact.min().item(), "max": exact.max().item(), "eager_error": own}
+            row["faults"] += [f"eager is wrong: {problem}"] * bool(problem)
+            row["faults"] += ["not the same twice"] * bool(compare(again, truth, eager)[1])
+            del again, exact
+            for name, output in cheap_answers(task, truth, device):
+                if output.shape != truth.shape:
+                    continue
+                error, problem = compare(output, truth, eager)
+                imprecise = "float16" in name and EAGER_FACTOR * own > MIN_BOUND
+                row["faults"] += [f"passes: {name}"] * (not problem and not imprecise)
+                if "float16" not in name:
+                    closest = min(closest, (error, name))
+            row |= {"closest": closest[1], "closest_error": closest[0]}
+    except (UserError, JudgeFault) as e:
+        row["faults"].append(str(e))
+    if device == "cuda" and "closest" in row:
+        row["GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        row["ms"] = eager_ms(task)
+        if not EAGER_RANGE_MS[0] <= row["ms"] <= EAGER_RANGE_MS[1]:
+            row["faults"].append(f"eager takes {row['ms']:.3g} ms")
+        if row["GiB"] * 2**30 > TASK_MEMORY:
+            row["faults"].append(f"the check takes {row['GiB']:.3g} GiB")
+    reference_models.cache_clear()
+    return row
+
+
+def eager_ms(task: Task) -> float:
+    """PyTorch eager's median of 10 calls on a GPU, after 3 more."""
+    get_inputs, model, _ = reference_models(task.code, 1, "cuda")
+    inputs, times = seeded_inputs(get_inputs, 1, "cuda"), []
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    for _ in range(13):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        with torch.no_grad():
+            model(*inputs)
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in times[3:])
+
+
+def check_tasks(tasks: list[Task], device: str, as_json: bool) -> int:
+    """Prints a line a task and a summary; the number of tasks that fail the gate (A)."""
+    from accelerate.utils import tqdm
+
+    failed = 0
+    for task in tqdm(tasks, desc="gate", unit="task"):
+        row = check_task(task, device)
+        failed += bool(row["faults"])
+        numbers = " ".join(f"{name} {row[name]:.3g}" for name in ("ms", "GiB", "std", "eager_error")
+                           if name in row)
+        text = (f"{task.id:8} {'FAIL' if row['faults'] else 'ok':4} {numbers}; closest: "
+                f"{row.get('closest', 'none')}, {row.get('closest_error', 0.0):.2g}")
+        print(json.dumps(row) if as_json else "\n".join([text, *map("         {}".format,
+                                                                    row["faults"])]), flush=True)
+    print(f"{len(tasks)} tasks, {failed} fail the gate", file=sys.stderr)
+    return failed
+
+
+# ---- 15. The tiny world: a small model and three small tasks, on the CPU -------------------------
 
 TINY = {  # where --tiny differs
     "tasks_per_step": 3, "trajectories": 8, "turns": 2, "steps": 14, "max_prompt_tokens": 1024,
@@ -2535,7 +2679,7 @@ def load_tiny(folder: Path, config: Config, adapter: str = "") -> Policy:
     return with_adapter(lm, tokenizer, config.lora_rank, config.lora_alpha, adapter)
 
 
-# ---- 15. Command line ----------------------------------------------------------------------------
+# ---- 16. Command line ----------------------------------------------------------------------------
 
 EVAL_OPTIONS = """tasks model adapter tiny turns trajectories temperature max_prompt_tokens
     max_new_tokens correct_weight lora_rank lora_alpha max_batch build_jobs cache unsafe
@@ -2615,6 +2759,28 @@ def score(argv: list[str]) -> int:
     return 3 if "judge_error" in outcomes else int(outcomes != {"correct"})
 
 
+def run_tasks(argv: list[str]) -> int:
+    """`tasks show ID` prints a program; `tasks check [FILE]` runs the gate, 1 if a task fails."""
+    parser = make_parser("tasks")
+    parser.add_argument("action", choices=("show", "check"))
+    parser.add_argument("what", nargs="?", default="", help="task id to show, or file to check")
+    parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl",
+                        help="task files, separated by commas")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if found")
+    parser.add_argument("--json", action="store_true", help="a JSON object a task on stdout")
+    args = parser.parse_args(argv)
+    paths = [args.what] if args.action == "check" and args.what else args.tasks.split(",")
+    tasks = [task for path in paths for task in load_tasks(path)]
+    if args.action == "check":
+        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return int(check_tasks(tasks, device, args.json) > 0)
+    found = [task for task in tasks if task.id == args.what]
+    if not found:
+        raise UserError(f"unknown task {args.what or '(none given)'}")
+    print(f"# {found[0].id} {found[0].name}: {found[0].ops}\n{found[0].code}")
+    return 0
+
+
 def main(argv: list[str]) -> int:
     """The command line; bad input is one line on stderr and exit status 2."""
     command, rest = (argv or ["--help"])[0], argv[1:]
@@ -2627,10 +2793,12 @@ def main(argv: list[str]) -> int:
             parser = make_parser("audit")
             parser.add_argument("run", type=Path, help="run folder")
             return int(audit(parser.parse_args(rest).run) > 0)
+        elif command == "tasks":
+            return run_tasks(rest)
         elif command in ("-h", "--help"):
             print(__doc__)
         else:
-            raise UserError(f"no command {command}; there are train, eval, score and audit")
+            raise UserError(f"no command {command}; there are train, eval, score, audit and tasks")
     except KeyboardInterrupt:
         print("kevin: interrupted; --resume goes on with the run", file=sys.stderr)
         return 130
