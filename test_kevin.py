@@ -19,8 +19,10 @@ import re
 import shlex
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -698,7 +700,7 @@ def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, mon
         subject.run(1, 2)
         truth = {"type": "Tensor", "shape": [64, 256], "dtype": "torch.float32", "device": "cpu",
                  "own": True, "mutated": False}
-        monkeypatch.setattr(subject, "ask", lambda op: truth)
+        monkeypatch.setattr(subject, "ask", lambda op, slot: truth)
         with pytest.raises(kevin.Rejected, match="16384 of 16384"):  # no byte was written
             subject.error(1, 2)
     real = kevin.burst
@@ -1941,3 +1943,120 @@ def test_a_gpu_kernel_is_timed_and_faults_stay_with_their_candidate(gpu_judge, m
         endless = judged(gpu_judge, gpu_candidate("ext.hang(x)"), GPU_TASK)
     assert endless.outcome == "runtime_error" and "within 10 s" in endless.message, endless
     assert judged(gpu_judge, again, GPU_TASK).outcome == "correct"
+
+
+# ---- 18. Benchmarks: python test_kevin.py bench judge, on an H200 --------------------------------
+
+PLAIN = """import sys
+from torch.utils.cpp_extension import load_inline
+load_inline(name="plain" + sys.argv[1], cpp_sources={cpp!r}, cuda_sources={cuda!r},
+            functions=["gelu", "hang"], build_directory=sys.argv[2])
+"""
+SLOW_KERNEL = """
+__global__ void slow_kernel(const float* x, float* out, int64_t n, int loops, float one) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float y = x[i];
+    for (int k = 0; k < loops; ++k) y = fmaf(y, one, 0.f);
+    out[i] = 0.5f * y * (1.f + erff(y * 0.70710678f));
+}
+torch::Tensor slow(torch::Tensor x, int64_t loops) {
+    auto out = torch::empty_like(x);
+    int64_t n = x.numel();
+    slow_kernel<<<(n + 255) / 256, 256>>>(x.data_ptr<float>(), out.data_ptr<float>(), n, loops, 1);
+    return out;
+}
+"""
+SLOW_CPP = "torch::Tensor slow(torch::Tensor x, int64_t loops);"
+
+
+def unique(number):
+    """A GPU candidate that no cache has seen."""
+    mark = f"// {number} {random.SystemRandom().random()}\n"
+    return gpu_candidate("ext.gelu(x, 0.5, 0)").replace("__global__ void spin",
+                                                        mark + "__global__ void spin")
+
+
+def busy_seconds():
+    """CPU time that all processes of this machine have used."""
+    ticks = list(map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9]))
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def measured(action):
+    """(result, wall seconds, CPU seconds of the machine)."""
+    start, busy = time.time(), busy_seconds()
+    result = action()
+    return result, time.time() - start, busy_seconds() - busy
+
+
+def plain_builds(folder, count):
+    """The same kernel by torch's own load_inline, in that many fresh interpreters at once."""
+    script, running = Path(folder, "plain.py"), []
+    script.write_text(PLAIN.format(cpp=GPU_CPP, cuda=GPU_KERNELS))
+    for i in range(count):
+        Path(folder, f"plain{i}").mkdir()
+        running.append(subprocess.Popen(
+            [sys.executable, str(script), str(i), f"{folder}/plain{i}"],
+            env=os.environ | {"TORCH_CUDA_ARCH_LIST": "9.0a"}, stdout=subprocess.DEVNULL))
+    assert not any([r.wait() for r in running])
+
+
+def bench_judge(folder):
+    """Prints the figures of the judge; minutes, on a quiet machine with an H200."""
+    cores = os.cpu_count()
+    with kevin.Judge("cuda", f"{folder}/cache") as judge:
+        judge.submit(unique("warm-up")).result()
+        builds, wall, busy = measured(lambda: [f.result() for f in [
+            judge.submit(unique(i)) for i in range(4 * cores)]])
+        assert all(isinstance(b, kevin.Build) for b in builds)
+        say(f"build: {len(builds) * 60 / wall:.1f} a minute, {busy / len(builds):.1f} CPU-s each")
+        _, wall, busy = measured(lambda: plain_builds(folder, cores))
+        say(f"plain load_inline: {cores * 60 / wall:.1f} a minute, {busy / cores:.1f} CPU-s each")
+        wrong = [unique(i).replace("n = x.numel();", "n = x.numel()") for i in range(6)]
+        found, wall, busy = measured(lambda: [judge.submit(w).result() for w in wrong])
+        assert all(v.outcome == "compile_error" for v in found)
+        say(f"syntax error: {busy / 6:.2f} CPU-s, {wall / 6:.2f} s each\n{found[0].message}")
+        starts = []
+        for _ in range(10):
+            start = time.time()
+            with kevin.Child(judge) as child:
+                child.ask("start")
+                starts.append(time.time() - start)
+        say(f"worker start to context: {statistics.median(starts):.3f} s, worst {max(starts):.3f}")
+        ballast = torch.empty(100 << 30, dtype=torch.int8, device="cuda")
+        judge.check(GPU_TASK, builds[0])
+        found, wall, _ = measured(lambda: [judge.check(GPU_TASK, b) for b in builds[:40]])
+        assert all(v.outcome == "correct" for v in found), found[0]
+        say(f"judging beside {len(ballast) >> 30} GiB: {len(found) * 60 / wall:.0f} a minute")
+        del ballast
+        bench_spread(judge)
+
+
+def bench_spread(judge):
+    """Prints how far the medians of five fresh workers lie apart, quiet and beside compilers."""
+    code = candidate("ext.slow(x, self.loops)", SLOW_CPP, ["slow"])
+    both = f'cpp_sources=source, cuda_sources="""{SLOW_KERNEL}"""'
+    code = code.replace("cpp_sources=source", both)
+    ones = "self.ones, self.zeros ="
+    builds = [judge.submit(code.replace(ones, f"self.loops = {n}\n        {ones}")).result()
+              for n in (200, 2_000, 20_000)]
+    for load in ("quiet", "all cores compiling"):
+        noise = [judge.submit(unique(i)) for i in range(8 * os.cpu_count() * (load != "quiet"))]
+        for build in builds:
+            found = [judge.check(GPU_TASK, build) for _ in range(5)]
+            times = [v.runtime_ms for v in found if v.outcome == "correct"]
+            say(*[v.message for v in found if v.outcome != "correct"])
+            spread = (max(times) - min(times)) / statistics.median(times)
+            say(f"{load}: {statistics.median(times):.4f} ms, spread of {len(times)} {spread:.2%}")
+        for future in noise:
+            future.cancel()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        {"judge": bench_judge}[sys.argv[2]](temporary)
