@@ -184,6 +184,63 @@ def test_shipped_tasks_are_disjoint_and_split_into_a_shown_model_and_inputs_with
         assert isinstance(space["get_init_inputs"](), list), task.id
 
 
+def shipped():
+    """(training tasks, evaluation tasks) of the repository, without the tiny world's."""
+    return [[t for t in kevin.load_tasks(str(ROOT / f)) if t.level != "tiny"]
+            for f in ("tasks.jsonl", "eval_tasks.jsonl")]
+
+
+def test_all_280_tasks_run_on_the_meta_device_and_new_sequences_occur_once():
+    train, unseen = shipped()
+    assert [sum(t.level == level for t in train) for level in (1, 2)] == [90, 90]
+    assert [sum(t.level == level for t in unseen) for level in (1, 2, "new")] == [10, 10, 80]
+    for task in train + unseen:
+        space = {}
+        exec(task.code, space)
+        with torch.device("meta"), torch.no_grad():
+            output = space["Model"](*space["get_init_inputs"]())(*space["get_inputs"]())
+        assert type(output) is torch.Tensor and 0 < output.numel() <= 70e6, task.id
+        assert output.dtype in (torch.float32, torch.int64), task.id
+    names = [t.name for t in unseen if t.level == "new"]
+    assert len(set(names)) == 80 and not set(names) & {t.name for t in train}
+    assert not {t.ops for t in unseen if t.level == "new"} & {t.ops for t in train}
+
+
+def elements(task):
+    """Numbers that a task's inputs, parameters and output hold."""
+    space = {}
+    exec(task.code, space)
+    with torch.device("meta"):
+        model, inputs = space["Model"](*space["get_init_inputs"]()), space["get_inputs"]()
+        tensors = [*inputs, *model.parameters(), model(*inputs)]
+    return sum(t.numel() for t in tensors if torch.is_tensor(t))
+
+
+def test_the_ten_smallest_tasks_pass_the_gate(monkeypatch):
+    for task in sorted(sum(shipped(), []), key=elements)[:10]:
+        row = kevin.check_task(task, "cpu")
+        assert not row["faults"] and row["closest_error"] > 1e-3, row
+
+
+GATE = {  # forward of CODE's model with inputs of spread 1: what the gate finds
+    "x * 0": "passes: zeros",
+    "x * 0 + 3": "passes: constant",
+    "x": "passes: input 1",
+    "x.relu().relu()": "passes: without relu (call 2)",
+    "x.clamp(-100, 100).tanh()": "passes: without clamp (call 1)",
+    "x.bfloat16().float().tanh()": "passes: bfloat16",
+    "x + torch.rand(())": "not the same twice",
+    "x.softmax(-2)": "IndexError",
+}
+
+
+@pytest.mark.parametrize("forward", GATE)
+def test_the_gate_finds_what_is_wrong_with_a_task(forward):
+    row = kevin.check_task(replace(TASK, code=CODE.replace("x.tanh()", forward)), "cpu")
+    assert any(GATE[forward] in fault for fault in row["faults"]), row
+    assert kevin.check_task(replace(TASK, code=CODE.replace("4", "999")), "cpu")["faults"] == []
+
+
 def test_a_turn_survives_json():
     verdict = kevin.Verdict("correct", runtime_ms=0.1, baseline_ms=0.2, speedup=2.0, seeds=(1, 2))
     turn = make_turn(verdict=verdict, score=2.3, return_=2.5, advantage=-0.1, summary="ä\u2028\n`")
