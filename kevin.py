@@ -274,14 +274,15 @@ def make_task(row: dict | str, where: str) -> Task:
 def load_tasks(path: str) -> list[Task]:
     """Tasks of a JSON-lines file, a folder of .py programs or one .py program, in order (3.1).
 
-    UserError with file and line when something is missing or malformed.
+    Of a KernelBench checkout the folders level1 and level2 give the level. UserError with file and
+    line when something is missing or malformed.
     """
-    source, tasks = Path(path), {}
+    source, tasks, levels = Path(path), {}, {"level1": 1, "level2": 2}
     try:
         if source.is_dir() or source.suffix == ".py":
-            files = sorted(source.glob("*.py")) if source.is_dir() else [source]
-            rows = [(f, {"id": f.stem, "level": "new", "name": f.stem, "ops": "",
-                         "code": f.read_text("utf-8")}) for f in files]
+            files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
+            rows = [(f, {"id": f.stem, "level": levels.get(f.parent.name, "new"), "name": f.stem,
+                         "ops": "", "code": f.read_text("utf-8")}) for f in files]
         else:  # not splitlines: a JSON string may hold other line separators
             lines = enumerate(source.read_text("utf-8").split("\n"), 1)
             rows = [(f"{path}:{number}", line) for number, line in lines if line.strip()]
@@ -2682,14 +2683,94 @@ def check_tasks(tasks: list[Task], device: str, as_json: bool) -> int:
     for task in tqdm(tasks, desc="gate", unit="task"):
         row = check_task(task, device)
         failed += bool(row["faults"])
-        numbers = " ".join(f"{name} {row[name]:.3g}" for name in ("ms", "GiB", "std", "eager_error")
-                           if name in row)
-        text = (f"{task.id:8} {'FAIL' if row['faults'] else 'ok':4} {numbers}; closest: "
-                f"{row.get('closest', 'none')}, {row.get('closest_error', 0.0):.2g}")
-        print(json.dumps(row) if as_json else "\n".join([text, *map("         {}".format,
-                                                                    row["faults"])]), flush=True)
+        numbers = [f"{name} {row[name]:.3g}" for name in ("ms", "GiB", "std", "eager_error")
+                   if name in row]
+        numbers.append(f"closest {row.get('closest_error', 0):.2g} ({row.get('closest', 'none')})")
+        text = f"{task.id:8} {'FAIL' if row['faults'] else 'ok':4} {', '.join(numbers)}"
+        text = json.dumps(row) if as_json else "\n         ".join([text, *row["faults"]])
+        print(text, flush=True)
     print(f"{len(tasks)} tasks, {failed} fail the gate", file=sys.stderr)
     return failed
+
+
+MAIN_OPERATORS = "Conv2d Matmul Gemm BMM Conv3d ConvTranspose2d ConvTranspose3d".split()
+OTHER_OPERATORS = """ReLU Sigmoid Tanh LeakyReLU GELU Swish Softmax Mish Hardtanh HardSwish Add
+    Multiply Subtract Divide Clamp Scale ResidualAdd BatchNorm LayerNorm InstanceNorm GroupNorm
+    MaxPool AvgPool GlobalAvgPool BiasAdd Sum Mean Max Min LogSumExp""".split()
+MAKE_PROMPT = """Write a PyTorch program of the form below that applies these operators in this
+order: {operators}. Choose parameters and sizes: PyTorch must need 0.1 to 20 ms for it on an H200,
+the inputs at most 0.5 GiB. Draw inputs with zero mean; every operator must change the result.
+Answer with the complete program in one fenced block.
+
+```python
+{example}```"""
+UNSAFE_NAMES = {"load", "save", "from_file", "compile", "cuda"} | {  # torch.os is os
+    name for module in (torch, nn, nn.functional) for name, value in vars(module).items()
+    if isinstance(value, types.ModuleType)} - {"nn", "functional", "init", "linalg", "special"}
+
+
+def unsafe_program(code: str) -> str:
+    """Why a program that a model wrote may not run in this process, "" if it may.
+
+    >>> unsafe_program("import os"), unsafe_program("import torch\\nx = torch.hub")
+    ('line 1: `os`', 'line 2: `hub`')
+    """
+    tree = ast.parse(code)
+    nodes = list(ast.walk(tree))
+    known = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    known |= {getattr(n, "name", "") for n in nodes} | {n.arg for n in nodes if hasattr(n, "arg")}
+    for node in nodes:
+        found = node.id if isinstance(node, ast.Name) and node.id not in known | BUILTINS else ""
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [a.name for a in node.names] + [getattr(node, "module", None) or "torch"]
+            known |= {a.asname or a.name.split(".")[0] for a in node.names}
+            found = next((n for n in names if n.split(".")[0] not in ("torch", "nn", "math")), "")
+        if isinstance(node, ast.Attribute) and (node.attr[0] == "_" and node.attr != "__init__"
+                                                or node.attr in UNSAFE_NAMES):
+            found = node.attr
+        if found:
+            return f"line {node.lineno}: `{found}`"
+    return ""
+
+
+def make_tasks(count: int, out: Path, ask, device: str, seen: list[Task], seed: int) -> None:
+    """Adds tasks to out until it holds `count`: drawn operators, a model's program, the gate (A.2).
+
+    ask(prompt, seed) is the model. Every attempt is noted beside out, and no sequence is tried
+    twice, not even after a restart. Look at what it kept before you train on it.
+    """
+    from accelerate.utils import tqdm
+
+    notes = out.with_suffix(".attempts.jsonl")
+    lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
+    tried = [json.loads(line)["name"] for line in lines]
+    made = load_tasks(str(out)) if out.exists() else []
+    used = {name.lower() for name in [*tried, *(t.name for t in seen + made)]}
+    example = next(t for t in seen if t.level == 2).code
+    with tqdm(total=count, initial=len(made), desc="tasks", unit="task") as bar:
+        while len(made) < count:
+            draws = random.Random(stable_seed(seed, "make", len(tried)))
+            name = ""
+            while not name or name.lower() in used:
+                others = draws.choices(OTHER_OPERATORS, k=draws.randint(2, 5))
+                name = "_".join([draws.choice(MAIN_OPERATORS), *others])
+            prompt = MAKE_PROMPT.format(operators=", ".join(name.split("_")), example=example)
+            answer = ask(prompt, draws.getrandbits(31))
+            code = parse_response(answer if "</think>" in answer else f"</think>{answer}")[1] or ""
+            row = {"id": f"M-{len(made) + 1:03}", "level": "new", "name": name, "code": code,
+                   "ops": " > ".join(name.split("_"))}
+            try:
+                fault = unsafe_program(code)
+                faults = [fault] if fault else check_task(make_task(row, name), device)["faults"]
+            except (UserError, SyntaxError) as e:
+                faults = [str(e)]
+            tried.append(name)
+            used.add(name.lower())
+            if not faults:
+                made.append(make_task(row, name))
+                append_lines(out, [json.dumps(row)])
+                bar.update()
+            append_lines(notes, [json.dumps({"name": name, "faults": faults})])
 
 
 # ---- 15. The tiny world: a small model and three small tasks, on the CPU -------------------------
@@ -2873,21 +2954,57 @@ def score(argv: list[str]) -> int:
     return 3 if "judge_error" in outcomes else int(outcomes != {"correct"})
 
 
+def model_asker(args):
+    """ask(prompt, seed) for `tasks make`: a server's model, or one that is loaded here."""
+    if args.api_base:
+        from huggingface_hub import InferenceClient
+
+        client = InferenceClient(base_url=args.api_base, api_key=os.environ.get("OPENAI_API_KEY"))
+        return lambda prompt, seed: client.chat_completion(
+            [{"role": "user", "content": prompt}], model=args.model, seed=seed,
+            max_tokens=Config.max_new_tokens).choices[0].message.content
+    policy = load_policy(Config(model=args.model))
+    engine = Engine(policy, 1, Config.temperature, Config.max_prompt_tokens + Config.max_new_tokens)
+
+    def ask(prompt, seed):
+        text, ids = policy.render([{"role": "user", "content": prompt}])
+        request = Request(None, text, ids, Config.max_new_tokens, random.Random(seed))
+        engine.add(request)
+        while len(engine):
+            engine.step()
+        return policy.decode(request.completion_ids)
+
+    return ask
+
+
 def run_tasks(argv: list[str]) -> int:
-    """`tasks show ID` prints a program; `tasks check [FILE]` runs the gate, 1 if a task fails."""
+    """`tasks show ID` prints a program, `check [FILE]` runs the gate, `make N` has some written.
+
+    1 if a task of a task file fails the gate; a folder's failures are told only.
+    """
     parser = make_parser("tasks")
-    parser.add_argument("action", choices=("show", "check"))
-    parser.add_argument("what", nargs="?", default="", help="task id to show, or file to check")
+    parser.add_argument("action", choices=("show", "check", "make"))
+    parser.add_argument("what", nargs="?", default="", help="id to show, file to check, or number")
     parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl",
                         help="task files, separated by commas")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if found")
     parser.add_argument("--json", action="store_true", help="a JSON object a task on stdout")
+    parser.add_argument("--out", default="new_tasks.jsonl", help="file that `make` fills")
+    parser.add_argument("--model", default=Config.model, help="model that writes tasks")
+    parser.add_argument("--api-base", default="", help="OpenAI-compatible server of that model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sequences")
     args = parser.parse_args(argv)
     paths = [args.what] if args.action == "check" and args.what else args.tasks.split(",")
     tasks = [task for path in paths for task in load_tasks(path)]
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.action == "check":
-        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return int(check_tasks(tasks, device, args.json) > 0)
+        failed = check_tasks(tasks, device, args.json)
+        return int(failed > 0 and not Path(paths[0]).is_dir())
+    if args.action == "make":
+        if not args.what.isdecimal():
+            raise UserError(f"tasks make takes a number of tasks, got {args.what or 'none'}")
+        make_tasks(int(args.what), Path(args.out), model_asker(args), device, tasks, args.seed)
+        return 0
     found = [task for task in tasks if task.id == args.what]
     if not found:
         raise UserError(f"unknown task {args.what or '(none given)'}")

@@ -167,6 +167,9 @@ def test_a_folder_of_programs_is_a_task_list_in_name_order(tmp_path):
     tasks = kevin.load_tasks(str(tmp_path))
     assert [(t.id, t.code) for t in tasks] == [("a", CODE), ("b", CODE)]
     assert kevin.load_tasks(str(tmp_path / "a.py")) == tasks[:1]
+    (tmp_path / "level2").mkdir()
+    (tmp_path / "level2/7_Gemm.py").write_text(CODE)
+    assert [(t.id, t.level) for t in kevin.load_tasks(str(tmp_path))][-1] == ("7_Gemm", 2)
 
 
 def test_shipped_tasks_are_disjoint_and_split_into_a_shown_model_and_inputs_without_it():
@@ -239,6 +242,45 @@ def test_the_gate_finds_what_is_wrong_with_a_task(forward):
     row = kevin.check_task(replace(TASK, code=CODE.replace("x.tanh()", forward)), "cpu")
     assert any(GATE[forward] in fault for fault in row["faults"]), row
     assert kevin.check_task(replace(TASK, code=CODE.replace("4", "999")), "cpu")["faults"] == []
+
+
+UNSAFE = """import os | from torch import os | torch.os.system | torch.utils.cpp_extension | open('a')
+    | x.__class__ | torch.load('a') | nn.Module.__subclasses__ | getattr(torch, 'o') | torch._C
+    | torch.jit.load | eval('1')"""
+
+
+@pytest.mark.parametrize("line", UNSAFE.split("|"))
+def test_a_written_program_that_could_do_harm_is_not_run(line):
+    line = line.strip()
+    code = CODE + line if "import" in line else CODE.replace("tanh()", f"tanh({line})")
+    assert kevin.unsafe_program(code).startswith("line "), line
+
+
+def test_shipped_programs_count_as_safe():
+    assert {kevin.unsafe_program(t.code) for t in sum(shipped(), [])} == {""}
+
+
+def test_tasks_are_made_from_fresh_sequences_and_only_those_that_pass_the_gate(tmp_path):
+    out, prompts = tmp_path / "new.jsonl", []
+    answers = [CODE.replace("x.tanh()", f) for f in ("x * 0", "x.tanh()", "x.", "x.erf()")]
+
+    def ask(prompt, seed):
+        prompts.append(prompt)
+        return f"Here it is.\n```python\n{answers[len(prompts) - 1].replace('4', '999')}```"
+
+    for count in (1, 2):  # the second call goes on where the first one stopped
+        kevin.make_tasks(count, out, ask, "cpu", shipped()[0], seed=0)
+    made = kevin.load_tasks(str(out))
+    assert [("tanh" in t.code, "erf" in t.code) for t in made] == [(True, False), (False, True)]
+    notes = (tmp_path / "new.attempts.jsonl").read_text().splitlines()
+    notes = [json.loads(line) for line in notes]
+    assert [bool(n["faults"]) for n in notes] == [True, False, True, False]
+    assert len({n["name"] for n in notes}) == len(prompts) == 4
+    assert all(n["name"].replace("_", ", ") in p for n, p in zip(notes, prompts))
+    for note in notes:
+        first, *others = note["name"].split("_")
+        assert first in kevin.MAIN_OPERATORS and 2 <= len(others) <= 5
+        assert set(others) <= set(kevin.OTHER_OPERATORS)
 
 
 def test_a_turn_survives_json():
