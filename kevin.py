@@ -11,6 +11,8 @@ sections 1 to 7 need only torch and end at the reward, sections 8 to 13 are the 
     python kevin.py eval --turns 8 --k 16             parallel trajectories of serial turns
     python kevin.py score --task ID --candidate FILE  the judge's verdict on a kernel
     python kevin.py audit RUN                         recomputes a run's scores and advantages
+    python kevin.py show RUN [STEP/TASK/INDEX]        a run's trajectories, or one of them to read
+    python kevin.py tasks show|check|make             a program, the admission gate, new tasks
 
 Where the paper is in this file
     3.1   tasks: a reference program and its inputs         load_tasks
@@ -2461,21 +2463,98 @@ def print_step(metrics: dict, header: bool) -> None:
 # ---- 13. Evaluation and audit (paper 5) ----------------------------------------------------------
 
 
-def evaluation_row(turns: list[Turn]) -> dict[str, float]:
-    """The paper's Table 1 (5): correct, speedup, fast1, fast1.5; best@k and avg@k, mean over tasks.
+MEASURES = {"correct": lambda s: float(s > 0), "speedup": float, "fast1": lambda s: float(s >= 1),
+            "fast1.5": lambda s: float(s >= 1.5)}
+PAPER_ROWS = {  # PAPER: Table 1, its own 100 tasks and H200s; shares, and speedups over eager
+    "Kevin-32B": (0.82, 0.46, 1.10, 0.40, 0.43, 0.15, 0.20, 0.06),
+    "single-turn RL": (0.82, 0.45, 0.85, 0.35, 0.43, 0.16, 0.16, 0.04),
+    "QwQ-32B": (0.56, 0.11, 0.53, 0.08, 0.23, 0.03, 0.10, 0.01),
+    "o4-mini": (0.38, 0.22, 0.78, 0.27, 0.21, 0.07, 0.13, 0.06),
+    "o3-mini": (0.27, 0.08, 0.30, 0.08, 0.09, 0.02, 0.04, 0.02)}
 
-    A trajectory's speedup is that of its fastest correct kernel, 0 without one.
+
+def best_speedups(turns: list[Turn], until: int | None = None) -> dict[str, list[float]]:
+    """Of every task, its trajectories' speedups: the fastest correct kernel, 0 without one (5).
+
+    until: only turns before this index count.
     """
     tasks: dict[str, dict[int, float]] = {}
     for turn in turns:
         best = tasks.setdefault(turn.task, {})
-        best[turn.trajectory] = max(best.get(turn.trajectory, 0.0), turn.verdict.speedup)
-    row = {"score": mean(t.score for t in turns if t.score is not None)}
-    for name, measure in {"correct": lambda s: s > 0, "speedup": float, "fast1": lambda s: s >= 1,
-                          "fast1.5": lambda s: s >= 1.5}.items():
-        values = [[float(measure(s)) for s in best.values()] for best in tasks.values()]
-        row[f"{name}/best"], row[f"{name}/avg"] = mean(map(max, values)), mean(map(mean, values))
-    return row
+        speedup = turn.verdict.speedup if until is None or turn.turn < until else 0.0
+        best[turn.trajectory] = max(best.get(turn.trajectory, 0.0), speedup)
+    return {task: list(best.values()) for task, best in tasks.items()}
+
+
+def best_at_k(values: list[float], k: int) -> float:
+    """Expected maximum of k of the n values, drawn without replacement: unbiased best@k (5).
+
+    >>> best_at_k([1.0, 0.0, 2.0], 1), best_at_k([1.0, 0.0, 2.0], 3)
+    (1.0, 2.0)
+    """
+    weighted = (math.comb(i, k - 1) * value for i, value in enumerate(sorted(values)))
+    return sum(weighted) / math.comb(len(values), k)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % interval of the mean over tasks, by 2,000 bootstrap samples from a fixed seed."""
+    draws = random.Random(0)
+    means = sorted(statistics.fmean(draws.choices(values, k=len(values))) for _ in range(2000))
+    return means[50], means[1949]
+
+
+def evaluation_row(turns: list[Turn]) -> dict[str, float]:
+    """The paper's Table 1 (5): correct, speedup, fast1, fast1.5; best@k and avg@k, mean over tasks.
+
+    Beside it the geometric mean of the solved tasks' best speedups, and 95 % intervals.
+    """
+    tasks, row = best_speedups(turns), {}
+    for name, measure in MEASURES.items():
+        values = [[measure(s) for s in best] for best in tasks.values()]
+        for kind, over in (("best", max), ("avg", mean)):
+            column = [over(v) for v in values]
+            row[f"{name}/{kind}"] = mean(column)
+            row[f"{name}/{kind}/low"], row[f"{name}/{kind}/high"] = interval(column)
+    solved = [math.log(max(best)) for best in tasks.values() if max(best) > 0]
+    return row | {"speedup/geometric": math.exp(mean(solved)) if solved else 0.0,
+                  "score": mean(t.score for t in turns if t.score is not None)}
+
+
+def evaluation_results(turns: list[Turn], tasks: list[Task], name: str) -> dict[str, dict]:
+    """rows (all, per level), curves by turn and by k (Figures 5, 6), outcome shares by turn."""
+    rows = {name: evaluation_row(turns)}
+    levels = {str(t.level): {u.id for u in tasks if u.level == t.level} for t in tasks}
+    for level, ids in levels.items() if len(levels) > 1 else ():
+        rows[f"{name}, level {level}"] = evaluation_row([t for t in turns if t.task in ids])
+    length = max(t.turn for t in turns) + 1
+    by_turn = [best_speedups(turns, n + 1).values() for n in range(length)]
+    values = best_speedups(turns).values()
+    by_k = [mean(best_at_k(v, k) for v in values) for k in range(1, min(map(len, values)) + 1)]
+    mix = [[t.verdict.outcome for t in turns if t.turn == n] for n in range(length)]
+    return {"rows": rows, "by_k": {name: by_k},
+            "by_turn": {name: [mean(map(max, found)) for found in by_turn]},
+            "outcomes": {name: [{o: mean(x == o for x in same) for o in OUTCOMES if o in same}
+                                for same in mix]}}
+
+
+def print_evaluation(results: dict, k: int, paper: bool) -> None:
+    """Table 1's columns, the paper's own rows beside them, and the curves."""
+    width = max(14, *map(len, results["rows"]))
+    print(f"{'':{width}} {'correct':^15} {'speedup':^15} {'fast1':^15} {'fast1.5':^15}  mean  geom."
+          f"\n{'':{width}}" + f" {f'best@{k}':>7} {f'avg@{k}':>7}" * 4 + "  score  mean")
+    table = {name: [row[f"{m}/{kind}"] for m in MEASURES for kind in ("best", "avg")]
+             for name, row in results["rows"].items()}
+    for name, values in (table | (PAPER_ROWS if paper else {})).items():
+        cells = [f"{v:>6.2f}x" if i in (2, 3) else f"{v:>7.0%}" for i, v in enumerate(values)]
+        row = results["rows"].get(name)
+        more = f"{row['score']:>6.2f} {row['speedup/geometric']:>5.2f}x" if row else "  (paper)"
+        print(f"{name:{width}} {' '.join(cells)} {more}")
+    for name, row in results["rows"].items():
+        print(f"{name}: speedup best@{k} {row['speedup/best']:.2f}, 95 % interval over tasks "
+              f"{row['speedup/best/low']:.2f} to {row['speedup/best/high']:.2f}")
+    for title, key in (("by turn", "by_turn"), ("by k", "by_k")):
+        for name, curve in results[key].items():
+            print(f"{name}, mean best speedup {title}: {' '.join(f'{v:.2f}' for v in curve)}")
 
 
 def evaluate(config: Config) -> None:
@@ -2494,7 +2573,7 @@ def evaluate(config: Config) -> None:
         print(f"evaluating {trained} and its base")
     else:
         policy = load_policy(config)
-    run, k, rows = open_run(config, "eval"), config.trajectories, {}
+    run, results = open_run(config, "eval"), {}
     variants = ("base", "adapter") if config.tiny else ("adapter" if config.adapter else "base",)
     recorded = {turn.key: turn for turn in read_turns(run / "turns.jsonl")}
     with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
@@ -2505,14 +2584,10 @@ def evaluate(config: Config) -> None:
             with policy.lm.disable_adapter() if name == "base" else contextlib.nullcontext():
                 turns = run_rollout(engine, judge, policy, tasks, step, config,
                                     config.max_new_tokens, recorded, run / "turns.jsonl", name)
-            rows[name] = evaluation_row(turns)
-    print(f"{'':8} {'correct':^15} {'speedup':^15} {'fast1':^15} {'fast1.5':^15}  mean\n{'':8}"
-          + f" {f'best@{k}':>7} {f'avg@{k}':>7}" * 4 + "  score")
-    for name, row in rows.items():
-        cells = [f"{v:>6.2f}x" if c.startswith("speedup") else f"{v:>7.0%}"
-                 for c, v in row.items() if c != "score"]
-        print(f"{name:8} {' '.join(cells)} {row['score']:>6.2f}")
-    write_whole(run / "result.json", json.dumps(rows, indent=1).encode())
+            for key, found in evaluation_results(turns, tasks, name).items():
+                results.setdefault(key, {}).update(found)
+    print_evaluation(results, config.trajectories, paper=not config.tiny)
+    write_whole(run / "results.json", json.dumps(results, indent=1).encode())
     print(f"run folder: {run}")
 
 
@@ -2543,6 +2618,24 @@ def audit(run: Path) -> int:
     count = sum(len(turns) for turns in steps.values())
     print(f"{count} turns of {len(steps)} steps recomputed, {wrong} disagreements")
     return wrong
+
+
+def show(run: Path, wanted: str) -> None:
+    """Prints the trajectories of a run, or the turns of one, STEP/TASK/INDEX."""
+    if not (run / "turns.jsonl").exists():
+        raise UserError(f"{run} holds no run (turns.jsonl)")
+    trajectories: dict[str, list[Turn]] = {}
+    for turn in sorted(read_turns(run / "turns.jsonl"), key=lambda t: t.key):
+        trajectories.setdefault(f"{turn.step}/{turn.task}/{turn.trajectory}", []).append(turn)
+    if not wanted:
+        for name, turns in trajectories.items():
+            print(name, *[f"{t.verdict.outcome} {t.score or 0:.2f}" for t in turns], sep="  ")
+    elif wanted not in trajectories:
+        raise UserError(f"{run} holds no trajectory {wanted}; `show {run}` lists them")
+    for turn in trajectories.get(wanted, ()):
+        print(f"==== turn {turn.turn + 1}: {turn.verdict.outcome}, score {turn.score}, return "
+              f"{turn.return_}, advantage {turn.advantage} ====\n{turn.completion}\n"
+              f"---- feedback ----\n{turn.feedback}\n")
 
 
 # ---- 14. Tasks: the admission gate (paper A) -----------------------------------------------------
@@ -3024,12 +3117,21 @@ def main(argv: list[str]) -> int:
             parser = make_parser("audit")
             parser.add_argument("run", type=Path, help="run folder")
             return int(audit(parser.parse_args(rest).run) > 0)
+        elif command == "show":
+            parser = make_parser("show")
+            parser.add_argument("run", type=Path, help="run folder")
+            parser.add_argument("trajectory", nargs="?", default="", help="STEP/TASK/INDEX")
+            args = parser.parse_args(rest)
+            show(args.run, args.trajectory)
         elif command == "tasks":
             return run_tasks(rest)
         elif command in ("-h", "--help"):
             print(__doc__)
         else:
-            raise UserError(f"no command {command}; there are train, eval, score, audit and tasks")
+            names = "train, eval, score, audit, show and tasks"
+            raise UserError(f"no command {command}; there are {names}")
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:
         print("kevin: interrupted; --resume goes on with the run", file=sys.stderr)
         return 130

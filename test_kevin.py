@@ -244,9 +244,9 @@ def test_the_gate_finds_what_is_wrong_with_a_task(forward):
     assert kevin.check_task(replace(TASK, code=CODE.replace("4", "999")), "cpu")["faults"] == []
 
 
-UNSAFE = """import os | from torch import os | torch.os.system | torch.utils.cpp_extension | open('a')
-    | x.__class__ | torch.load('a') | nn.Module.__subclasses__ | getattr(torch, 'o') | torch._C
-    | torch.jit.load | eval('1')"""
+UNSAFE = """import os | from torch import os | torch.os.system | torch.utils.cpp_extension | open(x)
+    | x.__class__ | torch.load('a') | nn.Module.__subclasses__ | getattr(torch, 'o')
+    | torch._C | torch.jit.load | eval('1')"""
 
 
 @pytest.mark.parametrize("line", UNSAFE.split("|"))
@@ -1729,6 +1729,16 @@ def test_a_run_logs_every_turn_once_and_its_numbers_can_be_recomputed(whole, tmp
         assert f"{name.strip('_')} is" in capsys.readouterr().out
 
 
+def test_a_trajectory_can_be_read_in_the_terminal(whole, capsys):
+    first = min(kevin.read_turns(whole / "turns.jsonl"), key=lambda t: t.key)
+    assert kevin.main(["show", str(whole)]) == 0
+    name, listed = f"{first.step}/{first.task}/{first.trajectory}", capsys.readouterr().out
+    assert listed.startswith(f"{name}  {first.verdict.outcome}") and len(listed.splitlines()) == 18
+    assert kevin.main(["show", str(whole), name]) == 0
+    assert first.completion in (text := capsys.readouterr().out) and text.count("feedback") == 2
+    assert kevin.main(["show", str(whole), "9/9/9"]) == 2
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(whole, half):
     resume(half)
     assert adapter(half) == adapter(whole)
@@ -1815,12 +1825,42 @@ def test_best_at_k_is_the_best_trajectory_and_avg_at_k_their_mean():
     turns = [make_turn(task=task, trajectory=i, turn=n, score=s and s + 0.3, verdict=kevin.Verdict(
         "correct" if s else "incorrect", speedup=s))
         for task, rows in speedups.items() for i, row in enumerate(rows) for n, s in enumerate(row)]
-    row = kevin.evaluation_row(turns)
+    results = kevin.evaluation_results(turns, [replace(TASK, id=i) for i in "AB"], "x")
+    assert list(results["rows"]) == ["x"]
+    row = results["rows"]["x"]
     expected = {"correct": (0.5, 0.375), "speedup": (1.0, 0.525), "fast1": (0.5, 0.375),
                 "fast1.5": (0.5, 0.125)}
     for name, (best, average) in expected.items():
         assert (row[f"{name}/best"], row[f"{name}/avg"]) == pytest.approx((best, average)), name
     assert row["score"] == pytest.approx((2.0 + 0.5 + 1.0 + 1.2 + 0.3 + 5 * 0.3) / 16)
+    assert row["speedup/geometric"] == 2.0, "of the solved tasks only"
+    assert (row["speedup/best/low"], row["speedup/best/high"]) == (0, 2)
+    assert results["by_turn"]["x"] == [(1.2 + 0) / 2, (2.0 + 0) / 2]
+    assert results["by_k"]["x"] == pytest.approx([1.05 / 2, 9.4 / 12, 7.2 / 8, 1.0])
+    assert results["outcomes"]["x"][0] == {"incorrect": 0.75, "correct": 0.25}
+    levels = [replace(TASK, id="A", level=1), replace(TASK, id="B", level="new")]
+    rows = kevin.evaluation_results(turns, levels, "x")["rows"]
+    assert {n: r["correct/best"] for n, r in rows.items()} == {
+        "x": 0.5, "x, level 1": 1, "x, level new": 0}
+
+
+def test_best_at_k_is_the_mean_of_the_maximum_over_all_choices_of_k():
+    values = [random.Random(3).random() for _ in range(7)] + [0.0, 0.0]
+    for k in range(1, 10):
+        chosen = [max(c) for c in itertools.combinations(values, k)]
+        assert kevin.best_at_k(values, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_an_interval_holds_the_mean_and_narrows_with_the_square_root_of_the_count():
+    draws = random.Random(5)
+    widths = []
+    for count in (100, 1600):
+        values = [draws.gauss(0, 1) for _ in range(count)]
+        low, high = kevin.interval(values)
+        assert low < sum(values) / count < high
+        widths.append(high - low)
+    assert widths[0] == pytest.approx(2 * 1.96 / 10, rel=0.25)
+    assert widths[0] / widths[1] == pytest.approx(4, rel=0.3)
 
 
 def test_an_evaluation_compares_base_and_adapter_and_goes_on_where_it_stopped(whole, tmp_path):
@@ -1837,10 +1877,11 @@ def test_an_evaluation_compares_base_and_adapter_and_goes_on_where_it_stopped(wh
                 lines = (out / "turns.jsonl").read_text().splitlines()
                 (out / "turns.jsonl").write_text("\n".join(lines[:cut]) + "\n")
                 kevin.evaluate(config)
-        rows.append(json.loads((out / "result.json").read_text()))
+        rows.append(json.loads((out / "results.json").read_text()))
         turns = sorted(kevin.read_turns(out / "turns.jsonl"), key=lambda t: t.key)
         logs.append([replace(t, sampling_logprobs=[]) for t in turns])  # rounded as the batch is
-    assert rows[0] == rows[1] and set(rows[0]) == {"base", "adapter"} and logs[0] == logs[1]
+    assert rows[0] == rows[1] and set(rows[0]["rows"]) == {"base", "adapter"}
+    assert logs[0] == logs[1]
     assert len(turns) == 2 * 3 * 2 * 2
     policy = kevin.load_tiny(whole / "base", config, config.adapter)
     for step, layers in enumerate((policy.lm.disable_adapter(), contextlib.nullcontext())):
@@ -2156,6 +2197,40 @@ def bench_spread(judge):
             future.cancel()
 
 
+def held(judge, cache):
+    """What a judge could leak: processes, descriptors, memory files, files, memory."""
+    zygote = judge.zygote.pid
+    return {"children": len(processes(zygote)), "shm": len(os.listdir("/dev/shm")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "zygote descriptors": len(os.listdir(f"/proc/{zygote}/fd")),
+            "scratch": len(os.listdir(judge.chain.root / "scratch")),
+            "MiB of cache": sum(f.stat().st_size for f in Path(cache).rglob("*.*")) >> 20,
+            "MiB resident": int(Path("/proc/self/statm").read_text().split()[1]) >> 8}
+
+
+def bench_soak(folder):
+    """Judges a thousand candidates on a CPU, or 200 on a GPU, and prints what is held then."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    task, count = (GPU_TASK, 200) if device == "cuda" else (NORM, 1000)
+    mixed = [candidate(e) for e in RUNS] + [candidate(), "import os", candidate(source="x = ;"),
+                                            candidate("ext.hang(x, self.g, self.b)")]
+    if device == "cuda":
+        mixed = [gpu_candidate(e) for e in ("ext.gelu(x, 0.5, 0)", "ext.gelu(x, 0.6, 0)", "x",
+                                            f"ext.gelu(x, 0.5, {1 << 44})", "ext.hang(x)")]
+    kevin.RUN_TIMEOUT_S, outcomes, before = 3.0, {}, {}
+    with kevin.Judge(device, f"{folder}/cache", unsafe=True) as judge:
+        for number in range(count + len(mixed)):
+            if number == len(mixed):  # everything has been built and seen once
+                before, outcomes = held(judge, folder), {}
+            verdict = judged(judge, mixed[number % len(mixed)], task)
+            outcomes[verdict.outcome] = outcomes.get(verdict.outcome, 0) + 1
+        time.sleep(1)
+        after = held(judge, folder)
+    say(f"{count} candidates on the {device}: {outcomes}")
+    say("\n".join(f"{name}: {before[name]} before, {after[name]} after" for name in before))
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        {"judge": bench_judge}[sys.argv[2]](temporary)
+        {"judge": bench_judge, "soak": bench_soak}[sys.argv[2]](temporary)
