@@ -111,11 +111,14 @@ class Config:
     tasks: str = arg("tasks.jsonl", "task file (JSON lines) or folder of KernelBench programs")
     model: str = arg("Qwen/QwQ-32B", "base model: a Hub id or a folder")
     adapter: str = arg("", "adapter to evaluate, checkpoints/step-N; empty: the base model")
+    api_base: str = arg("", "evaluate --model on this OpenAI-compatible server instead")
     tiny: bool = arg(False, "a model of a million weights and three small tasks, on the CPU")
     # rollout
     tasks_per_step: int = arg(8, "tasks in a step")
     trajectories: int = arg(16, "parallel trajectories of a task, m in the paper")
     turns: int = arg(4, "refinement turns of a trajectory, n; 1 is the single-turn baseline")
+    beam: int = arg(0, "evaluation: after each turn, this many trajectories live on in copies")
+    compile_baseline: bool = arg(False, "evaluation: compare with torch.compile too")
     temperature: float = arg(0.9, "sampling temperature")
     max_prompt_tokens: int = arg(8192, "prompt limit, kept by dropping whole oldest turns")
     max_new_tokens: int = arg(16384, "answer limit")
@@ -1924,6 +1927,8 @@ def load_policy(config: Config) -> Policy:
 
 # ---- 9. Engine: sampling (paper C) ---------------------------------------------------------------
 
+SERVER_ATTEMPTS, SERVER_PAUSE_S = 7, 1.0  # pauses double: two minutes in all
+
 
 @dataclass
 class Request:
@@ -2048,6 +2053,75 @@ class Engine:
                 self.free.append(slot)
                 del self.active[slot]
         return [request for request in requests if request.finish_reason]
+
+
+class Server:
+    """A model behind an OpenAI-compatible server, in the place of an engine and its policy.
+
+    No tokens are known: bytes of the text stand for them, a quarter of them in a prompt. Requests
+    run in parallel; 429, 5xx and broken connections are tried again. The key is OPENAI_API_KEY.
+    """
+
+    control_tokens = ()
+
+    def __init__(self, url: str, config: Config):
+        from huggingface_hub import InferenceClient
+
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self.client = InferenceClient(base_url=url, api_key=key, timeout=3600)
+        self.url, self.config, self.pool = url, config, ThreadPoolExecutor(config.max_batch)
+        self.running: dict[Future, Request] = {}
+        self.used = {"prompt": 0, "completion": 0}  # tokens, as the server counts them
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def render(self, messages: list[dict]) -> tuple[str, list[int]]:
+        """The messages as JSON, and a quarter of its bytes for the prompt's limit."""
+        text = json.dumps(messages)
+        return text, list(text.encode()[::4])
+
+    def decode(self, completion_ids: list[int]) -> str:
+        """The text whose bytes these are."""
+        return bytes(completion_ids).decode()
+
+    def add(self, request: Request) -> None:
+        """Sends a request."""
+        arguments = (json.loads(request.prompt), request.max_new_tokens, request.draws)
+        self.running[self.pool.submit(self.ask, *arguments)] = request
+
+    def step(self) -> list[Request]:
+        """Waits up to a second for answers, and returns the finished requests."""
+        finished = []
+        for future in wait(self.running, timeout=1, return_when=FIRST_COMPLETED).done:
+            request = self.running.pop(future)
+            text, request.finish_reason = future.result()
+            request.completion_ids = list(text.encode())
+            finished.append(request)
+        return finished
+
+    def ask(self, messages: list[dict], max_new_tokens: int, draws: random.Random):
+        """(answer with its thought closed by </think>, finish reason); UserError without one."""
+        from huggingface_hub.errors import HTTPError
+
+        seed = draws.getrandbits(31)
+        for attempt in range(SERVER_ATTEMPTS):
+            try:
+                found = self.client.chat_completion(
+                    messages, model=self.config.model, max_tokens=max_new_tokens, seed=seed,
+                    temperature=self.config.temperature)
+                choice = found.choices[0]
+                text, reasoning = choice.message.content or "", choice.message.reasoning or ""
+                for kind in self.used:
+                    self.used[kind] += getattr(found.usage, f"{kind}_tokens", 0)
+                text = text if "</think>" in text else f"{reasoning}\n</think>\n{text}"
+                return text, "length" if choice.finish_reason == "length" else "stop"
+            except (HTTPError, OSError, ValueError, IndexError) as e:
+                status, fault = getattr(getattr(e, "response", None), "status_code", 500), e
+                if status != 429 and status < 500:
+                    break
+            time.sleep(SERVER_PAUSE_S * 2**attempt * (1 + random.random()))
+        raise UserError(f"{self.url} gave no answer: {str(fault).splitlines()[0]}")
 
 
 # ---- 10. Rollout: turns of trajectories, decoding and judging interleaved (paper 4, C) -----------
@@ -2359,27 +2433,47 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
     return metrics | {"policy/sampling_gap": mean(gaps), "policy/learning_rate": rate}
 
 
+def keep_best(group: list[Trajectory], beam: int) -> list[Trajectory]:
+    """Beam search's selection: a task's `beam` trajectories with the fastest kernels, copied."""
+    kept = []
+    for task in dict.fromkeys(t.task.id for t in group):
+        same = [t for t in group if t.task.id == task]
+        best = sorted(same, key=lambda t: -max(u.verdict.speedup for u in t.turns))[:beam]
+        for i in range(len(same)):
+            source = best[i % len(best)]
+            kept.append(Trajectory(source.task, source.step, i, list(source.turns)))
+    return kept
+
+
 def run_rollout(engine, judge, policy, tasks: list[Task], step: int, config: Config, limit: int,
                 recorded: dict, log: Path, title: str) -> list[Turn]:
-    """All turns of some tasks in a step: the recorded ones, then the rest, logged one by one."""
+    """All turns of some tasks in a step: the recorded ones, then the rest, logged one by one.
+
+    With config.beam the trajectories are selected after every turn, and all turns of what is left
+    at the end are returned, under the last trajectory's number.
+    """
     from accelerate.utils import tqdm
 
     group = [Trajectory(task, step, i) for task in tasks for i in range(config.trajectories)]
-    for trajectory in group:
-        keys = [(step, trajectory.task.id, trajectory.index, n) for n in range(config.turns)]
-        for found in map(recorded.get, keys):
-            if found is None or found.verdict.outcome == "judge_error":
-                break
-            trajectory.turns.append(found)
-    total, done = len(group) * config.turns, sum(len(t.turns) for t in group)
-    with tqdm(total=total, initial=done, desc=title, unit="turn", leave=False) as bar:
+    with tqdm(total=len(group) * config.turns, desc=title, unit="turn", leave=False) as bar:
 
         def on_turn(turn):
             append_lines(log, [turn.to_json()])
             bar.update()
 
-        rollout(engine, judge, policy, group, config, limit, on_turn)
-    return [turn for trajectory in group for turn in trajectory.turns]
+        for until in range(1, config.turns + 1) if config.beam else [config.turns]:
+            for trajectory in group:
+                place = step, trajectory.task.id, trajectory.index
+                for turn in range(len(trajectory.turns), until):
+                    found = recorded.get((*place, turn))
+                    if found is None or found.verdict.outcome == "judge_error":
+                        break
+                    trajectory.turns.append(found)
+                    bar.update()
+            rollout(engine, judge, policy, group, replace(config, turns=until), limit, on_turn)
+            if config.beam and until < config.turns:
+                group = keep_best(group, config.beam)
+    return [replace(turn, trajectory=t.index) for t in group for turn in t.turns]
 
 
 def train(config: Config) -> None:
@@ -2461,6 +2555,36 @@ def print_step(metrics: dict, header: bool) -> None:
 
 
 # ---- 13. Evaluation and audit (paper 5) ----------------------------------------------------------
+
+
+def reference_ms(task: Task, device: str, compiled: bool = False) -> float:
+    """A reference program's median of 10 calls after 3 more, by PyTorch eager or compiled."""
+    get_inputs, model, _ = reference_models(task.code, 1, device)
+    inputs, times = seeded_inputs(get_inputs, 1, device), []
+    model = torch.compile(model) if compiled else model
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if device == "cuda" else None
+    with torch.no_grad():
+        for _ in range(13):
+            if device == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                flush.zero_()
+                start.record()
+                model(*inputs)
+                end.record()
+                torch.cuda.synchronize()
+                times.append(start.elapsed_time(end))
+            else:
+                start = time.perf_counter()
+                model(*inputs)
+                times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[3:])
+
+
+def against_compiled(turns: list[Turn], tasks: list[Task], device: str) -> list[Turn]:
+    """The turns with their speedups over torch.compile instead of PyTorch eager."""
+    ms = {task.id: reference_ms(task, device, compiled=True) for task in tasks}
+    return [replace(t, verdict=replace(t.verdict, speedup=ms[t.task] / t.verdict.runtime_ms))
+            if t.verdict.outcome == "correct" else t for t in turns]
 
 
 MEASURES = {"correct": lambda s: float(s > 0), "speedup": float, "fast1": lambda s: float(s >= 1),
@@ -2563,29 +2687,41 @@ def evaluate(config: Config) -> None:
     With --tiny, the newest tiny run's base model and trained adapter side by side.
     """
     tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
-    if config.tiny:
+    variants = ["adapter" if config.adapter else "base"]
+    if config.api_base:
+        variants, policy = [config.model], Server(config.api_base, config)
+    elif config.tiny:
         runs = [p.parent for p in Path("runs").glob("*/base") if checkpoints(p.parent)]
         runs = [Path(config.adapter).resolve().parents[1]] if config.adapter else runs
         if not runs or not checkpoints(runs[0]):
             raise UserError("no `train --tiny` run with a checkpoint under runs/; train first")
         trained = max((checkpoints(p)[-1] for p in runs), key=lambda p: p.stat().st_mtime)
-        policy = load_tiny(trained.parents[1] / "base", config, str(trained))
+        variants, policy = ["base", "adapter"], load_tiny(trained.parents[1] / "base", config,
+                                                          str(trained))
         print(f"evaluating {trained} and its base")
     else:
         policy = load_policy(config)
     run, results = open_run(config, "eval"), {}
-    variants = ("base", "adapter") if config.tiny else ("adapter" if config.adapter else "base",)
     recorded = {turn.key: turn for turn in read_turns(run / "turns.jsonl")}
     with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
                config.unsafe) as judge:
-        engine = Engine(policy, config.max_batch, config.temperature,
-                        config.max_prompt_tokens + config.max_new_tokens)
+        longest = config.max_prompt_tokens + config.max_new_tokens
+        engine = policy if config.api_base else Engine(policy, config.max_batch,
+                                                       config.temperature, longest)
         for step, name in enumerate(variants):
-            with policy.lm.disable_adapter() if name == "base" else contextlib.nullcontext():
+            plain = name == "base" and not config.api_base
+            with policy.lm.disable_adapter() if plain else contextlib.nullcontext():
                 turns = run_rollout(engine, judge, policy, tasks, step, config,
                                     config.max_new_tokens, recorded, run / "turns.jsonl", name)
-            for key, found in evaluation_results(turns, tasks, name).items():
-                results.setdefault(key, {}).update(found)
+            shown = {name: turns}
+            if config.compile_baseline:
+                shown[f"{name} / compile"] = against_compiled(turns, tasks, judge.device)
+            for title, found in shown.items():
+                for key, part in evaluation_results(found, tasks, title).items():
+                    results.setdefault(key, {}).update(part)
+    if config.api_base:
+        results["tokens"] = {config.model: policy.used}
+        print(f"tokens by the server's count in this session: {policy.used}")
     print_evaluation(results, config.trajectories, paper=not config.tiny)
     write_whole(run / "results.json", json.dumps(results, indent=1).encode())
     print(f"run folder: {run}")
@@ -2742,30 +2878,13 @@ def check_task(task: Task, device: str) -> dict:
         row["faults"].append(str(e).splitlines()[0])
     if device == "cuda" and "closest" in row:
         row["GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        row["ms"] = eager_ms(task)
+        row["ms"] = reference_ms(task, device)
         if not EAGER_RANGE_MS[0] <= row["ms"] <= EAGER_RANGE_MS[1] and task.level != "tiny":
             row["faults"].append(f"eager takes {row['ms']:.3g} ms")
         if row["GiB"] * 2**30 > TASK_MEMORY:
             row["faults"].append(f"the check takes {row['GiB']:.3g} GiB")
     reference_models.cache_clear()
     return row
-
-
-def eager_ms(task: Task) -> float:
-    """PyTorch eager's median of 10 calls on a GPU, after 3 more."""
-    get_inputs, model, _ = reference_models(task.code, 1, "cuda")
-    inputs, times = seeded_inputs(get_inputs, 1, "cuda"), []
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    for _ in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        start.record()
-        with torch.no_grad():
-            model(*inputs)
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in times[3:])
 
 
 def check_tasks(tasks: list[Task], device: str, as_json: bool) -> int:
@@ -2969,9 +3088,10 @@ def load_tiny(folder: Path, config: Config, adapter: str = "") -> Policy:
 
 # ---- 16. Command line ----------------------------------------------------------------------------
 
-EVAL_OPTIONS = """tasks model adapter tiny turns trajectories temperature max_prompt_tokens
-    max_new_tokens correct_weight lora_rank lora_alpha max_batch build_jobs cache unsafe
-    out seed""".split()
+EVAL_ONLY = ("adapter", "api_base", "beam", "compile_baseline")
+EVAL_OPTIONS = """tasks model adapter api_base beam compile_baseline tiny turns trajectories
+    temperature max_prompt_tokens max_new_tokens correct_weight lora_rank lora_alpha max_batch
+    build_jobs cache unsafe out seed""".split()
 
 
 def make_parser(command: str) -> argparse.ArgumentParser:
@@ -2993,7 +3113,7 @@ def parse_config(command: str, argv: list[str]) -> Config:
     """
     parser = make_parser(command)
     for f in fields(Config):
-        if f.name in EVAL_OPTIONS if command == "eval" else f.name != "adapter":
+        if f.name in EVAL_OPTIONS if command == "eval" else f.name not in EVAL_ONLY:
             kind = {"choices": get_args(f.type)} if get_args(f.type) else {"type": f.type}
             kind = {"action": "store_true"} if f.type is bool else kind
             flags = ["--" + f.name.replace("_", "-")] + ["--k"] * (f.name == "trajectories")
@@ -3049,19 +3169,17 @@ def score(argv: list[str]) -> int:
 
 def model_asker(args):
     """ask(prompt, seed) for `tasks make`: a server's model, or one that is loaded here."""
+    config = Config(model=args.model)
     if args.api_base:
-        from huggingface_hub import InferenceClient
-
-        client = InferenceClient(base_url=args.api_base, api_key=os.environ.get("OPENAI_API_KEY"))
-        return lambda prompt, seed: client.chat_completion(
-            [{"role": "user", "content": prompt}], model=args.model, seed=seed,
-            max_tokens=Config.max_new_tokens).choices[0].message.content
-    policy = load_policy(Config(model=args.model))
-    engine = Engine(policy, 1, Config.temperature, Config.max_prompt_tokens + Config.max_new_tokens)
+        server = Server(args.api_base, config)
+        return lambda prompt, seed: server.ask([{"role": "user", "content": prompt}],
+                                               config.max_new_tokens, random.Random(seed))[0]
+    policy = load_policy(config)
+    engine = Engine(policy, 1, config.temperature, config.max_prompt_tokens + config.max_new_tokens)
 
     def ask(prompt, seed):
         text, ids = policy.render([{"role": "user", "content": prompt}])
-        request = Request(None, text, ids, Config.max_new_tokens, random.Random(seed))
+        request = Request(None, text, ids, config.max_new_tokens, random.Random(seed))
         engine.add(request)
         while len(engine):
             engine.step()

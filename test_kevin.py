@@ -11,6 +11,7 @@ peaks, and how well anything is learned.
 import ast
 import contextlib
 import copy
+import http.server
 import itertools
 import json
 import os
@@ -1888,6 +1889,126 @@ def test_an_evaluation_compares_base_and_adapter_and_goes_on_where_it_stopped(wh
         with layers:
             check_logprobs(policy, [(t.prompt_ids, t.completion_ids, t.sampling_logprobs)
                                     for t in turns if t.step == step])
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """A chat server that answers with the next of its script: a status, "cut", or a message."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.bodies.append((self.path, self.headers["Authorization"], body))
+            script = self.server.script
+            answer = script.pop(0) if len(script) > 1 else script[0]
+        status = answer if isinstance(answer, int) else 200
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **(
+            answer if isinstance(answer, dict) else {"content": ""})}}
+        data = json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m",
+                           "system_fingerprint": "", "choices": [choice], "usage": {
+                               "prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}})
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data.encode()[: 20 if answer == "cut" else None])
+
+    def log_message(self, *_):
+        """Says nothing."""
+
+
+@pytest.fixture
+def chat_server(monkeypatch):
+    """(address, server) of a scripted chat server; pauses between attempts are short."""
+    monkeypatch.setattr(kevin, "SERVER_PAUSE_S", 0.001)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.lock, server.bodies, server.script = threading.Lock(), [], []
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("message", "thought", "kernel"), [
+    ({"content": "```\na\n```", "reasoning": "Okay."}, "Okay.", "a"),
+    ({"content": "Okay.\n</think>\n```\na\n```"}, "Okay.", "a"),
+    ({"content": "```\na\n```"}, "", "a"),
+])
+def test_a_servers_thought_may_be_a_field_or_marked_or_absent(
+        chat_server, message, thought, kernel):
+    url, server = chat_server
+    server.script = [503, 429, "cut", message]
+    model = kevin.Server(url, kevin.Config(model="m", temperature=0.5))
+    text, reason = model.ask([{"role": "user", "content": "Hi"}], 99, random.Random(1))
+    assert kevin.parse_response(text)[:2] == (thought, kernel) and reason == "stop"
+    assert len(server.bodies) == 4 and model.used == {"prompt": 5, "completion": 7}
+    path, _, body = server.bodies[-1]
+    assert path == "/v1/chat/completions" and body["messages"][0]["content"] == "Hi"
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 99, 0.5)
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(400, 1), (401, 1), (500, 3)])
+def test_a_server_that_refuses_or_stays_broken_is_a_user_error(
+        chat_server, monkeypatch, status, attempts):
+    url, server = chat_server
+    server.script = [status]
+    monkeypatch.setattr(kevin, "SERVER_ATTEMPTS", 3)
+    with pytest.raises(kevin.UserError, match=re.escape(url)):
+        kevin.Server(url, kevin.Config()).ask([], 9, random.Random(1))
+    assert len(server.bodies) == attempts
+
+
+def evaluate_server(url, out, *argv):
+    config = kevin.parse_config("eval", [
+        "--tiny", "--tasks", str(ROOT / "tasks.jsonl"), "--turns", "2", "--k", "2", "--model", "m",
+        "--api-base", url, "--out", str(out), "--max-prompt-tokens", "4096", *argv])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kevin, "Judge", TextJudge)
+        kevin.evaluate(config)
+
+
+def test_an_evaluation_of_a_server_asks_it_for_every_turn(chat_server, tmp_path):
+    url, server = chat_server
+    server.script = [500, {"content": "```\n14 \u00e4\n```\nSaid.", "reasoning": "Okay."}]
+    evaluate_server(url, tmp_path / "run")
+    turns = kevin.read_turns(tmp_path / "run/turns.jsonl")
+    assert len({t.key for t in turns}) == len(turns) == 3 * 2 * 2
+    assert {(t.kernel, t.summary) for t in turns} == {("14 \u00e4", "Said.")}
+    lengths = sorted(len(body["messages"]) for _, _, body in server.bodies)
+    assert lengths == [1] * 7 + [3] * 6, "second turns hold the first; one request was repeated"
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert results["rows"]["m"]["correct/avg"] == 1 and results["tokens"]["m"]["completion"] == 84
+    assert kevin.main(["audit", str(tmp_path / "run")]) == 0
+
+
+def test_beam_search_copies_the_fastest_trajectories_and_goes_on_where_it_stopped(
+        chat_server, tmp_path):
+    url, server = chat_server
+    server.script = [{"content": f"```\n{'14 ' * i}{'7 ' * (9 - i)}\n```"} for i in range(9)] * 9
+    evaluate_server(url, tmp_path / "run", "--k", "4", "--turns", "3", "--beam", "2")
+    log = tmp_path / "run/turns.jsonl"
+    turns = {t.key: t for t in kevin.read_turns(log)}
+    assert len(turns) == 3 * 4 * 3
+    for task in {t.task for t in turns.values()}:
+        first = [turns[0, task, i, 0] for i in range(4)]
+        best = sorted(first, key=lambda t: -t.verdict.speedup)[:2]
+        for i in range(4):  # the second prompt holds the kernel that trajectory i goes on from
+            assert json.loads(turns[0, task, i, 1].prompt)[1]["content"].count("14") == (
+                best[i % 2].kernel.count("14"))
+    results = (tmp_path / "run/results.json").read_text()
+    log.write_text("".join(log.read_text().splitlines(True)[:17]))
+    evaluate_server(url, tmp_path / "run", "--k", "4", "--turns", "3", "--beam", "2")
+    again = {t.key: t for t in kevin.read_turns(log)}
+    assert set(again) == set(turns) and len(kevin.read_turns(log)) == 36
+    assert json.loads(results)["rows"].keys() == {"m"}
+
+
+def test_speedups_over_torch_compile_are_its_time_over_the_kernels(monkeypatch):
+    monkeypatch.setattr(kevin, "reference_ms", lambda task, device, compiled: 3.0 * compiled)
+    right = kevin.Verdict("correct", runtime_ms=2.0, baseline_ms=8.0, speedup=4.0)
+    turns = [make_turn(verdict=right), make_turn()]
+    found = kevin.against_compiled(turns, [TASK], "cpu")
+    assert [t.verdict.speedup for t in found] == [1.5, 0.0]
 
 
 # ---- 15. Command line ----------------------------------------------------------------------------
