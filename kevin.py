@@ -477,8 +477,12 @@ TORCH_NAMES = re.compile(r"""torch\.( (empty|zeros|ones|full)(_like)? | empty_st
     | tensor | arange | b?float(16|32|64)? | double | half | u?int(8|16|32|64)? | long | bool
     | dtype | device
     | Size | Tensor | \w+_format | channels_last(_3d)? | no_grad | inference_mode | nn | utils
-    | utils\.cpp_extension(\.load_inline)? | nn\.init(\.\w+)? | nn\.parameter(\.Parameter)?
+    | utils\.cpp_extension(\.load_inline)? | nn\.parameter(\.Parameter)?
+    | nn\.init(\.\w+_|\.calculate_gain)?
     | nn\.(Module|Parameter)(List|Dict)? )""", re.VERBOSE)  # PAPER: its code has these of torch.nn
+OTHER_NAMES = re.compile(r"math\.\w+|typing\.(Optional|List|Tuple)")
+MODULES = """torch torch.nn torch.utils torch.utils.cpp_extension torch.nn.init math
+    typing""".split()
 METHODS = set("""shape size dim ndim numel dtype device stride is_contiguous is_cuda contiguous view
     view_as reshape reshape_as permute transpose t T mT flatten unflatten squeeze unsqueeze expand
     expand_as narrow unbind detach data clone copy_ fill_ zero_ to float item new_empty new_zeros
@@ -489,7 +493,8 @@ BUILTINS = set("""abs all any bool dict divmod enumerate float int isinstance le
     TypeError AssertionError __name__""".split())
 BANNED = {ast.Try: "try", ast.TryStar: "try", ast.Pass: "pass", ast.Global: "global",
           ast.Nonlocal: "nonlocal", ast.Delete: "del", ast.AsyncFunctionDef: "async",
-          ast.Await: "await", ast.Yield: "yield", ast.YieldFrom: "yield", ast.MatMult: "@"}
+          ast.Await: "await", ast.Yield: "yield", ast.YieldFrom: "yield", ast.MatMult: "@",
+          ast.Match: "match"}
 
 
 class Violation(Exception):
@@ -527,10 +532,20 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
     if base not in ("nn.Module", "torch.nn.Module", "Module") or model.keywords:
         raise Violation("ModelNew", model, "ModelNew must inherit from nn.Module and nothing else")
     methods = [node for node in model.body if isinstance(node, ast.FunctionDef)]
-    first = [node.args.args[0] for node in methods if node.args.args]
+    first = [node.args.args[0] for node in methods if node.args.args and not node.decorator_list]
+    own = [argument for node in ast.walk(tree) if isinstance(node, ast.Call)
+           and dotted(node.func) == "super" for argument in node.args]
     for node in ast.walk(tree):
-        if isinstance(node, ast.arg) and node.arg == "self" and node not in first:
+        stored = not isinstance(getattr(node, "ctx", None), ast.Load)
+        name = node.arg if isinstance(node, ast.arg) else dotted(node) if stored else ""
+        if isinstance(node, ast.FunctionDef):
+            name = node.name
+        if name == "self" and node not in first:
             raise Violation("name", node, "`self` is the first argument of methods only")
+        if name in aliases:
+            raise Violation("name", node, "an imported name may not be bound again")
+        if dotted(node) == "ModelNew" and node not in own:
+            raise Violation("name", node, "`ModelNew` may not be used as a value")
     return aliases
 
 
@@ -547,11 +562,13 @@ def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
                     handles.add(dotted(node.targets[0]))
     bound = [dotted(node) if not isinstance(node, ast.arg) else node.arg for node in ast.walk(tree)
              if isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)]
+    bound += [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {name for name in handles - {""} if bound.count(name) == 1}
 
 
-def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles: set[str]) -> None:
-    """Raises the rule that one syntax node breaks."""
+def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles: set[str],
+               inner: set[int]) -> None:
+    """Raises the rule that one syntax node breaks; inner are the ids of nodes before a dot."""
     if type(node) in BANNED:
         raise Violation(BANNED[type(node)], node, f"`{BANNED[type(node)]}` is not allowed")
     if isinstance(node, ast.Expr) and getattr(node.value, "value", None) is Ellipsis:
@@ -561,9 +578,9 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
     loads = isinstance(getattr(node, "ctx", None), ast.Load)
     if isinstance(node, ast.Name) and loads and node.id not in known:
         raise Violation("name", node, f"`{node.id}` is not defined here")
-    if isinstance(node, ast.Name) and not loads or isinstance(node, ast.arg):
-        if (node.arg if isinstance(node, ast.arg) else node.id) in aliases:
-            raise Violation("name", node, "an imported name may not be bound again")
+    root, dot, rest = dotted(node).partition(".")
+    if aliases.get(root, "") + dot + rest in MODULES and id(node) not in inner:
+        raise Violation("name", node, f"`{dotted(node)}` is a module and may not be handed on")
     if not isinstance(node, ast.Attribute):
         return
     chain, base, name = dotted(node), dotted(node.value), node.attr
@@ -572,12 +589,13 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
     called = dotted(node.value.func) if isinstance(node.value, ast.Call) else ""
     if (called, name) == ("super", "__init__") or name == "_calculate_fan_in_and_fan_out":
         return
+    if chain == "self.compile":
+        raise Violation("torch operator", node, "`self.compile` is the framework's compiler")
     if "__" in name or name[0] == "_" and base != "self":
         raise Violation("dunder", node, f"`.{name}` may not be used")
-    root = chain.split(".")[0]
     if root in aliases:
         full = aliases[root] + chain[len(root):]
-        if full.startswith("torch") and not TORCH_NAMES.fullmatch(full):
+        if not TORCH_NAMES.fullmatch(full) and not OTHER_NAMES.fullmatch(full):
             raise Violation("torch operator", node, f"`{full}` does not allocate or name a type")
     elif base != "self" and base not in handles and name not in METHODS:
         raise Violation("torch operator", node, f"`.{name}` is not an allocation, view or copy")
@@ -602,8 +620,9 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
         known = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         known |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
         known |= {n.arg for n in nodes if isinstance(n, ast.arg)} | set(aliases) | BUILTINS
+        inner = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
         for node in nodes:
-            check_node(node, aliases, known, handles)
+            check_node(node, aliases, known, handles, inner)
         if not handles or device == "cuda" and "__global__" not in code:  # PAPER: its code
             raise Violation("no kernel", None, "no kernel is built by load_inline at module level")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
@@ -640,7 +659,9 @@ CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatche
     r"St6thread|St7jthread|St11this_thread|St6future|St7promise|__future|_Async|condition_variable"
     r"|10filesystem|filebuf|basic_[io]?fstream|random_device|6chrono|Dispatch|Operator(Handle|Name)"
     r"|RegisterOperators|KernelFunction|PyObject|PyInterpreter|ThreadPool|TaskLauncher|FLAGS_"
-    r"|StreamFrom|setCurrent.*Stream|InferenceMode|CachingAllocator|SetGlobal|Logger|LoadLibrary")
+    r"|StreamFrom|setCurrent.*Stream|InferenceMode|CachingAllocator|SetGlobal|Logger|LoadLibrary"
+    r"|basic_file|Set(CPU)?Allocator|SetStorageImplCreate|SignalHandler|NUMA|GuardImpl|TLS"
+    r"|dispatch_mode|set_enabled|CommandLineFlags|FlagParser")
 
 
 def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str]:
@@ -672,13 +693,19 @@ def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str
 # and every candidate. A child is hostile from the moment it loads the candidate: its output is not
 # read, its messages are bounded JSON, and only bytes that equal the parent's answer earn anything.
 
-BUILD_TIMEOUT_S, RUN_TIMEOUT_S, MAX_EXTENSIONS = 180.0, 60.0, 8
+BUILD_TIMEOUT_S, RUN_TIMEOUT_S, CHECK_TIMEOUT_S, MAX_EXTENSIONS = 180.0, 60.0, 300.0, 8
+DISK_NEEDED = 256 << 20
 MESSAGE_LIMIT, CHILD_MEMORY, CHILD_FILE = 1 << 20, 8 << 30, 256 << 20  # bytes
 
 
 def send_message(sock: socket.socket, message: dict, fds=()) -> None:
     """One JSON object, with file descriptors beside it; the socket keeps message boundaries."""
     socket.send_fds(sock, [json.dumps(message).encode()], list(fds))
+
+
+def said(value, limit: int = 2000) -> str:
+    """A hostile process's value as text that every encoder takes."""
+    return str(value)[:limit].encode(errors="replace").decode()
 
 
 def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict, list[int]]:
@@ -762,6 +789,7 @@ def set_limits() -> None:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
+    Path("/proc/self/oom_score_adj").write_text("1000")  # nothing bounds shared memory
 
 
 def other_user(uid: int, needed: list[str]) -> None:
@@ -853,11 +881,12 @@ def child_main(fd: int, spec: dict, isolated: bool) -> None:
         worker = Worker(spec["device"])
         while True:
             message, fds = receive_message(sock, max_fds=16)
+            op = message.pop("op")
             try:
-                reply = getattr(worker, "do_" + message.pop("op"))(fds=fds, **message)
-                send_message(sock, {"ok": True, **(reply or {})})
+                reply = {"ok": True, **(getattr(worker, f"do_{op}")(fds=fds, **message) or {})}
             except Exception as e:  # whatever the candidate raises is data for the verdict
-                send_message(sock, {"ok": False, "error": f"{type(e).__name__}: {e}"[:4000]})
+                reply = {"ok": False, "error": f"{type(e).__name__}: {e}"[:4000]}
+            send_message(sock, reply | {"op": op})
     finally:
         os._exit(0)
 
@@ -988,7 +1017,8 @@ class Worker:
         if self.device == "cuda":
             torch.cuda.synchronize()
         return {"type": "Tensor", "shape": list(out.shape), "dtype": str(out.dtype),
-                "device": out.device.type, "own": owned and storage.nbytes() >= count,
+                "device": out.device.type, "strides": list(out.stride()),
+                "own": owned and storage.nbytes() >= count,
                 "mutated": not all(torch.equal(a, b) for a, b in pairs)}
 
 
@@ -1089,7 +1119,8 @@ std::tuple<torch::Tensor, double> k(const torch::Tensor& a, float b, int c) {
 
 def run_tool(*argv) -> str:
     """Output of a trusted tool; JudgeFault when it fails."""
-    done = subprocess.run([str(a) for a in argv], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([str(a) for a in argv], capture_output=True, text=True, timeout=600,
+                          errors="replace")
     if done.returncode:
         raise JudgeFault(f"{Path(argv[0]).name} failed: {first_errors(done.stderr, 500)}")
     return done.stdout
@@ -1134,6 +1165,34 @@ def read_regular(path: Path) -> bytes:
             return file.read() if usable else b""
     except OSError:
         return b""
+
+
+POISONED = "asm __asm __asm__ section __section__ symver __symver__ ifunc __ifunc__"
+LINE_DIRECTIVE = re.compile(  # it could pass the candidate's text off as a system header's
+    r"^\s*(/\*.*?\*/\s*)*(#|%:|\?\?=)\s*(/\*.*?\*/\s*)*(line\b|\d)", re.MULTILINE)
+
+
+def host_assembly(text: str) -> str:
+    """Where a candidate's host code, as nvcc hands it to g++, holds text for the assembler (6.2).
+
+    Strings of these words reach the assembler as they are, and no symbol betrays what they say. In
+    C++ they are poisoned for g++; in CUDA the device code, between #if 0 and #endif, may hold
+    assembly.
+
+    >>> host_assembly('# 7 "cuda_source"\\n#if 0\\nasm("a");\\n#endif\\nint f() asm ("b");\\n')
+    'cuda_source:7: '
+    """
+    number, file = "", ""
+    host = re.sub(r"^#if 0\n.*?^#endif$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for line in host.split("\n"):
+        marker = re.match(r'# (\d+)(?: "([^"]*)")?', line)
+        if marker:
+            number, file = marker.group(1), marker.group(2) or file
+        code = re.sub(r'"(?:\\.|[^"\\])*"', '""', line)
+        if file == "cuda_source" and re.search(
+                r"\b_*asm_*\b|__attribute\w*\W*\(\(.*\b_*(section|symver|ifunc)_*\b", code):
+            return f"cuda_source:{number}: "
+    return ""
 
 
 class Toolchain:
@@ -1206,16 +1265,16 @@ class Toolchain:
         extra = [f"#include <ATen/ops/{n}.h>" for n in named if (ops / f"{n}.h").exists()]
         extra += ["#include <ATen/Dispatch.h>"] * ("AT_DISPATCH" in text)
         lines = ['#include "kevin_binding.h"', *extra,  # the binding at -O1 costs half as much
-                 "#pragma GCC push_options", '#pragma GCC optimize("O3")', '#line 1 "cpp_source"',
+                 "#pragma GCC push_options", '#pragma GCC optimize("O3")',
+                 f"#pragma GCC poison {POISONED}", '#line 1 "cpp_source"',
                  *call["cpp"], "#pragma GCC pop_options"]
         if call["functions"]:
             wrap = 'm.def("{0}", torch::wrap_pybind_function({0}), "{0}");'.format
             bound = map(wrap, call["functions"])
             lines += ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {", *bound, "}"]
         files = {"main.cpp": [*lines, ""]}
-        # the assembler's listing shows host assembly, which no symbol betrays
         define = f"-DTORCH_EXTENSION_NAME={name}"
-        objects = [[*self.cxx, define, "-Wa,-aln=main.lst", "-c", "main.cpp", "-o", "main.o"]]
+        objects = [[*self.cxx, define, "-c", "main.cpp", "-o", "main.o"]]
         if call["cuda"]:
             head = ["#include <torch/types.h>", "#include <cuda_runtime.h>"]
             files["cuda.cu"] = [*head, *extra, '#line 1 "cuda_source"', *call["cuda"], ""]
@@ -1223,8 +1282,7 @@ class Toolchain:
             files["check.cpp"] = [re.sub(r"<<<.*?>>>", lambda m: "\n" * m.group().count("\n"), text,
                                          flags=re.DOTALL)]
             fast = ["--use_fast_math"] * ("--use_fast_math" in call["flags"])
-            objects.append([*self.cuda, define, *fast, "-Xcompiler", '"-Wa,-aln=cuda.lst"', "-c",
-                            "cuda.cu", "-o", "cuda.o"])
+            objects.append([*self.cuda, define, *fast, "--keep", "-c", "cuda.cu", "-o", "cuda.o"])
         for file in ("cpp", "cuda"):  # for the lines that a compiler shows below its message
             files[f"{file}_source"] = call[file]
         for file, lines in files.items():
@@ -1233,24 +1291,24 @@ class Toolchain:
 
     def gate(self, folder: Path, library: bytes, call: dict) -> None:
         """Rejects machine code that holds host assembly or calls what it may not (6.2)."""
-        for listing in ("main.lst", "cuda.lst"):
-            text = read_regular(folder / listing).decode(errors="replace")
-            text = re.sub(r"#APP\s*\n.*\.globl _ZSt21ios_base_library_initv\n.*#NO_APP", "", text)
-            blocks = re.findall(r"#APP\s*\n(?:[^\n#]*# (\d+) \"(\w+)\")?", text)
-            if len(blocks) > (listing == "cuda.lst"):  # nvcc's own one holds the device code
-                where = ":".join(reversed(blocks[0])).strip(":") or "outside of functions"
-                raise Rejected("hack", "host assembly", f"{where}: no assembly in host code")
+        text = read_regular(folder / "cuda.cudafe1.cpp").decode(errors="replace")
+        if call["cuda"] and not text:
+            raise JudgeFault("nvcc left no host code to look at")
+        place = host_assembly(text)
+        if place or LINE_DIRECTIVE.search("\n".join(call["cuda"]).replace("\\\n", "")):
+            raise Rejected("hack", "host assembly", f"{place}no assembly or #line in host code")
         with tempfile.NamedTemporaryFile(dir=folder.parent) as copied:
             copied.write(library)
             copied.flush()
             foreign = foreign_symbols(symbols_of(copied.name, "undefined"), self.own_binding)
         if foreign:
             called = run_tool("c++filt", *foreign[:5]).splitlines()
-            word = re.findall(r"\w+", called[0].partition("(")[0])[-1]
+            name = called[0].replace("(anonymous namespace)", "").split("(")[0]
+            word = (re.findall(r"\w+", name) or ["?"])[-1]
             places = [f"{file}_source:{number}: " for file in ("cpp", "cuda")
                       for number, line in enumerate("\n".join(call[file]).split("\n"), 1)
-                      if re.search(rf"\b{word}\b", line.partition("//")[0])]
-            text = f"{''.join(places[:1])}the compiled code calls {', '.join(called)}"
+                      if re.search(rf"\b{re.escape(word)}\b", line.partition("//")[0])]
+            text = f"{''.join(places[:1])}the compiled code calls {', '.join(called)}"[:1000]
             raise Rejected("hack", "library call", text)
 
 
@@ -1268,7 +1326,7 @@ class Child:
     """
 
     def __init__(self, judge: "Judge", folder: Path | None = None):
-        self.judge, self.layers, self.trusted = judge, {}, True
+        self.judge, self.layers, self.trusted, self.deadline = judge, {}, True, math.inf
         self.sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with judge.lock, other:
             judge.children += 1
@@ -1301,11 +1359,16 @@ class Child:
 
     def ask(self, op: str, fds=(), timeout_s: float = 0.0, **arguments) -> dict:
         """One command's answer; fails, with a text for the model, if none or a bad one comes."""
-        self.sock.settimeout(timeout_s or RUN_TIMEOUT_S)
+        left = self.deadline - time.monotonic()
+        self.sock.settimeout(max(0.01, min(timeout_s or RUN_TIMEOUT_S, left)))
         try:
+            if select.select([self.sock], [], [], 0)[0] and not self.trusted:
+                raise ValueError("it spoke out of turn")
             send_message(self.sock, {"op": op, **arguments}, fds)
             reply = receive_message(self.sock)[0]
-            error = "" if reply.get("ok") is True else str(reply.get("error"))[:2000]
+            if reply.get("op") != op:
+                raise ValueError("an answer to nothing")
+            error = "" if reply.get("ok") is True else said(reply.get("error"))
             error = re.split(r"\n(?:CUDA kernel errors|Exception raised|Search for )", error)[0]
         except TimeoutError:
             error = f"no result within {self.sock.gettimeout():.0f} s"
@@ -1411,7 +1474,9 @@ class Judge:
                 return action()
             except Rejected as e:
                 return Verdict(*e.args, device=self.device_name)
-            except (JudgeFault, OSError, subprocess.SubprocessError) as e:
+            except UserError:
+                raise
+            except Exception as e:  # a mistake of ours, too, is no reason to end a training run
                 fault = e
                 with self.lock:
                     if self.zygote.poll() is not None:
@@ -1475,8 +1540,12 @@ class Judge:
                         raise Rejected("compile_error", "", wrong)
                 child.ask("build", stages=stages, **order)
             log, library = (read_regular(folder / file) for file in ("log", "built.so"))
-            if b"No space left" in log or not log and not library:
+            full = shutil.disk_usage(folder).free < DISK_NEEDED
+            if not library and (full or not log):
                 raise JudgeFault(f"the build did not run: {log[:500]!r}")
+            if b'attempt to use poisoned "' in log:
+                text = first_errors(log.decode(errors="replace"), 300)
+                raise Rejected("hack", "host assembly", text)
             if not library:
                 raise Rejected("compile_error", "", first_errors(log.decode(errors="replace")))
             self.chain.gate(folder, library, call)
@@ -1562,6 +1631,7 @@ class Subject(Child):
         try:
             self._open(fds)
             self.trusted = build is None
+            self.deadline = math.inf if self.trusted else time.monotonic() + CHECK_TIMEOUT_S
             for data in build.libraries if build else ():
                 fds.append(sealed_memory(data, writable=False))
             self.ask("load", fds[1:], code=code, names=build.names if build else [])
@@ -1606,7 +1676,7 @@ class Subject(Child):
         if not isinstance(events, list) or not isinstance(ops, list) or [
                 isinstance(e, float) and e > 0 for e in events] != [True] * calls:
             self.fail("the process sent an unreadable message")
-        foreign = [op for op in map(str, ops) if not OPERATORS_ALLOWED.fullmatch(op)]
+        foreign = [op for op in map(said, ops) if not OPERATORS_ALLOWED.fullmatch(op)]
         if foreign:
             message = f"forward runs aten::{', aten::'.join(foreign)}"[:400]
             raise Rejected("hack", "torch operator", message)
@@ -1627,9 +1697,12 @@ class Subject(Child):
                     "device": self.device, "own": True, "mutated": False}
         texts = {"own": "the output must be a new tensor, no input, parameter or view",
                  "mutated": "an input was changed; inputs must stay as they are"}
+        plain = list(torch.empty(eager.shape, device="meta").stride())
+        if claim.get("strides") not in (list(eager.stride()), plain):  # laid out outside the timing
+            expected["strides"] = plain
         for key, value in expected.items():
             if claim.get(key) != value:
-                text = f"the output's {key} is {str(claim.get(key))[:200]} instead of {value}"
+                text = f"the output's {key} is {said(claim.get(key), 200)} instead of {value}"
                 raise Rejected("incorrect", "", texts.get(key, text))
         error, problem = compare(output, truth, eager)
         if problem:
@@ -1749,7 +1822,10 @@ def time_candidate(candidate: Subject, seeds: list[int], constant: bool) -> tupl
     if device == "cuda" and beyond > 1.5 * eager[1] + 0.05 * ms + 0.3:  # work on another stream
         text = f"{beyond:.3g} ms a call lie outside the timed events of {ms:.3g} ms"
         raise Rejected("suspicious", "clock", text)
-    threads = len(os.listdir(f"/proc/{candidate.pid}/task"))
+    try:
+        threads = len(os.listdir(f"/proc/{candidate.pid}/task"))
+    except OSError:
+        candidate.fail("the process died (crash or illegal memory access)")
     if threads > candidate.threads:
         text = f"the process has {threads - candidate.threads} threads of its own"
         raise Rejected("suspicious", "threads", text)

@@ -799,7 +799,7 @@ def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, mon
     with kevin.Subject(judge, NORM, judge.submit(candidate()).result()) as subject:
         subject.run(1, 2)
         truth = {"type": "Tensor", "shape": [64, 256], "dtype": "torch.float32", "device": "cpu",
-                 "own": True, "mutated": False}
+                 "own": True, "mutated": False, "strides": [256, 1]}
         monkeypatch.setattr(subject, "ask", lambda op, slot: truth)
         with pytest.raises(kevin.Rejected, match="16384 of 16384"):  # no byte was written
             subject.error(1, 2)
@@ -956,7 +956,7 @@ def test_a_hostile_message_is_an_error_of_its_sender(kind):
     for expected in (error, kevin.Rejected):
         ours, peer = socket.socketpair()
         child = kevin.Child.__new__(kevin.Child)  # without a process
-        child.sock, child.trusted = ours, False
+        child.sock, child.trusted, child.deadline = ours, False, float("inf")
         thread = threading.Thread(target=serve, args=(peer,))
         thread.start()
         with ours, pytest.raises(expected):
@@ -1056,6 +1056,266 @@ print(sorted({{"transformers", "peft", "accelerate"}} & set(sys.modules)))"""
     assert drawn.split() == [str(kevin.stable_seed("a", 1)),
                              *[t.double().sum().item().hex() for t in here]]
     assert loaded == "[]", "importing kevin must stay cheap: the zygote does it"
+
+
+# An exploit of our own for each class that no table above holds: A no own work, B libraries, D the
+# answers of others, E numerics, F caches, phases, G time, H measurer, I global state, J processes.
+
+CHEATS = KERNELS.partition("Tensor wrong")[0] + r"""
+#include <c10/core/DefaultDtype.h>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#define CHEAT(name) Tensor name(Tensor x, Tensor g, Tensor b)
+static int loaded = std::printf("{\"ok\": true, \"ms\": [], \"ops\": []}\n"), calls = 0;
+static float* values(Tensor t) { return t.data_ptr<float>(); }
+static Tensor like(Tensor x, at::ScalarType type) {
+    return torch::empty(x.sizes(), x.options().dtype(type));
+}
+CHEAT(nothing) { return torch::empty_like(x); }
+CHEAT(leftover) {
+    std::vector<Tensor> blocks;
+    do blocks.push_back(torch::empty_like(x));
+    while (blocks.size() < 32 && std::fabs(std::fabs(values(blocks.back())[0]) - 5) >= 5);
+    return blocks.back();
+}
+CHEAT(zeroed) { return norm(x.zero_(), g, b); }
+CHEAT(nans) { return torch::full_like(x, NAN); }
+CHEAT(half_rows) {
+    Tensor out = torch::empty_like(x);
+    for (int i : {0, 128}) out.narrow(1, i, 128).copy_(norm(
+        x.narrow(1, i, 128).contiguous(), g.narrow(0, i, 128), b.narrow(0, i, 128)));
+    return out;
+}
+CHEAT(most_rows) { Tensor out = norm(x, g, b); out.narrow(0, 63, 1).fill_(9); return out; }
+CHEAT(halves) { return norm(x, g, b).copy_(like(x, torch::kFloat16).copy_(norm(x, g, b))); }
+CHEAT(doubles) { return like(x, torch::kFloat64).copy_(norm(x, g, b)); }
+CHEAT(columns) { return torch::empty({x.size(1), x.size(0)}).t().copy_(norm(x, g, b)); }
+static std::map<int64_t, Tensor> kept;
+static Tensor once(int64_t key, Tensor x, Tensor g, Tensor b) {
+    if (!kept.count(key)) kept[key] = norm(x, g, b);
+    return kept[key].clone();
+}
+CHEAT(by_address) { return once((int64_t)values(x), x, g, b); }
+CHEAT(by_shape) { return once(x.numel(), x, g, b); }
+CHEAT(at_first) { return once(++calls < 10 ? -calls : -9, x, g, b); }
+CHEAT(some) { return ++calls < 9 || calls % 4 == 0 ? norm(x, g, b) : torch::zeros_like(x); }
+CHEAT(warm_slot) {
+    static float* place = values(x);
+    return values(x) == place ? norm(x, g, b) : torch::zeros_like(x);
+}
+CHEAT(wide_default) {
+    c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
+    return norm(x, g, b);
+}
+CHEAT(quit) { std::abort(); }
+CHEAT(loud) {
+    for (int i = 0; i < 10000; ++i) std::printf("%01000d\n", i);
+    std::fflush(stdout);
+    return norm(x, g, b);
+}
+"""
+
+
+def cheat(call, **changes):
+    """A program around CHEATS; call is one of its functions or all that forward returns."""
+    names = ["norm", *re.findall(r"^CHEAT\((\w+)\)", CHEATS, re.MULTILINE)]
+    code = candidate(f"ext.{call}(x, self.g, self.b)" if call in names else call, CHEATS, names)
+    marks = {"top": "\nclass ModelNew", "init": "\n    def forward", "load": "functions="}
+    for place, text in changes.items():
+        code = code.replace(marks[place], text + marks[place])
+    return code
+
+
+def built(source, names=("f",)):
+    return candidate(source=source, names=[*names])
+
+
+def spelt_out(source):
+    numbers = [*map(ord, source)]
+    return built("@").replace('r"""@"""', f'"".join(["{{:c}}".format(i) for i in {numbers}])')
+
+
+DECORATED = "\nop = ext\n\ndef give(f):\n    return torch\n\n@give\ndef op(x):\n    return x\n"
+UNBOUND = "        ModelNew.view(torch)\n\n    def view(self):\n        return self.ops\n"
+MATCH = "        match torch:\n            case ext:\n                self.m = ext.matmul\n"
+CALLS_C = "#include <dlfcn.h>\n#include <sys/mman.h>\n#include <unistd.h>\n" + macro(
+    'timespec now; pthread_t thread; clock_gettime(0, &now);\n    if (!dlopen("", 1)) fork();\n'
+    "    pthread_create(&thread, nullptr, nullptr, nullptr);\n    mprotect(&now, 4096, 7);")
+CALLS_CXX = "#include <bits/basic_file.h>\n#include <c10/core/CPUAllocator.h>\n" + macro(
+    'pthread_mutex_t m;\n    PyImport_ImportModule("torch");\n'
+    "    c10::SetCPUAllocator(c10::GetCPUAllocator(), 255);\n    std::__basic_file<char>(&m).fd();")
+CODE_BYTES = '__attribute__((section(".text#"))) const unsigned char code[] = {0x0f, 0x05, 0xc3};\n'
+WRONG = "elements are off"
+EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message"
+    "A2 decoy kernel, the work is done in Python": (
+        cheat("[ext.norm(x, self.g, self.b), x * self.g + self.b][1]"), "hack", "aten::mul"),
+    "A4 match binds a handle's name": (cheat("norm", init=MATCH), "hack", "match"),
+    "A4 self is a tensor": (cheat("[self.softmax(1) for self in [x]][0]"), "hack", "name"),
+    "A4 a method without its object": (cheat("norm", init=UNBOUND), "hack", "name"),
+    "A4 a decorator binds a handle's name": (cheat("op.relu(x)", top=DECORATED), "hack", "name"),
+    "A4 its own load_inline": (
+        cheat("norm", top="\ndef load_inline(x):\n    return x\n"), "hack", "name"),
+    "A4 torch from another module": (cheat("nn.init.torch"), "hack", "torch operator"),
+    "A6 framework compiler": (cheat("norm", init="        self.compile()\n"), "hack", "compile"),
+    "A8 a kernel for other shapes": (
+        cheat("ext.norm(x, self.g, self.b) if len(x) == 3 else x - self.b"), "hack", "aten::sub"),
+    "B2 dlopen, G3 thread, H1 clock, H7 code pages, I4 process": (
+        built(CALLS_C), "hack", "library call: (?=.*dlopen)(?=.*fork)(?=.*pthread_create)"
+        "(?=.*mprotect).*clock_gettime"),
+    "J5 the same spelt out in numbers": (spelt_out(CALLS_C), "hack", "library call: .*dlopen"),
+    "B5 Python from C++, G4 allocator, J4 file": (
+        built(CALLS_CXX), "hack", "library call: (?=.*basic_file)(?=.*SetCPUAllocator).*PyImport"),
+    "D1 memory as it was": (cheat("nothing"), "incorrect", WRONG),
+    "D2 the block that looks right": (cheat("leftover"), "incorrect", WRONG),
+    "D4 frames by way of typing": (
+        cheat("norm", top="\nimport typing\nmain = typing.sys.modules\n"), "hack", "typing.sys"),
+    "D5 the judge's files as source": (
+        built(f'#include "{ROOT}/tasks.jsonl"\n', ()), "compile_error", "No such file|ermission"),
+    "E1 inputs zeroed": (cheat("zeroed"), "incorrect", "input was changed"),
+    "E3 NaN": (cheat("nans"), "incorrect", "16384 of 16384"),
+    "E6 statistics of half a row": (cheat("half_rows"), "incorrect", WRONG),
+    "E9 half precision": (cheat("halves"), "incorrect", WRONG),
+    "E10 one row for all": (
+        cheat("ext.norm(x, self.g, self.b).narrow(0, 0, 1).expand(64, 256)"), "incorrect", ""),
+    "E10 the judge transposes": (cheat("columns"), "incorrect", "strides"),
+    "E10 another type": (cheat("doubles"), "incorrect", "dtype"),
+    "E11 all rows but the last": (cheat("most_rows"), "incorrect", r"256 of 16384 .*\[63, 0\]"),
+    "F1 kept by address": (cheat("by_address"), "incorrect", WRONG),
+    "F2 kept by shape": (cheat("by_shape"), "incorrect", WRONG),
+    "F7 honest for the first calls": (cheat("at_first"), "incorrect", WRONG),
+    "F7 honest in every fourth call": (cheat("some"), "incorrect", WRONG),
+    "F8 honest where the first checks look": (cheat("warm_slot"), "incorrect", WRONG),
+    "F10 inputs guessed by the constructor": (
+        cheat("self.x", init="        self.x = torch.randn(64, 256)\n"), "incorrect", WRONG),
+    "G4 another class": (cheat("nn.Parameter(ext.norm(x, self.g, self.b))"), "incorrect", "type"),
+    "H5 a hook exchanges the answer": (
+        cheat("norm", init="        self.register_forward_hook(lambda m, a, out: a[0])\n"),
+        "incorrect", "new tensor"),
+    "I3 another default type": (cheat("wide_default"), "incorrect", "input was changed"),
+    "J1 forged replies and 20 MB on stdout": (
+        cheat("[print('x' * 10_000_000), ext.loud(x, self.g, self.b)][1]"), "correct", ""),
+    "J2 an error that no encoder takes": (
+        cheat("norm", init='        raise ValueError("\\ud800")\n'), "runtime_error", "ValueError"),
+    "J3 early exit": (cheat("quit"), "runtime_error", "died"),
+    "J6 linker flags": (cheat("norm", load='extra_ldflags=["-lcublas"], '), "hack", "linker flags"),
+    "J6 machine code as data": (
+        built(CODE_BYTES + macro("")), "hack", "host assembly: cpp_source:1"),
+    "J6 a call of what is nowhere": (
+        built("namespace { void helper(int); }\n" + macro("helper(1);")), "hack", "call.*helper"),
+    "J11 a compile error that blames the disk": (
+        built(macro("undeclared(); // No space left")), "compile_error", "undeclared"),
+}
+
+
+@pytest.mark.parametrize("exploit", EXPLOITS)
+def test_an_exploit_earns_its_verdict_and_its_output_goes_nowhere(judge, exploit, capfd):
+    code, outcome, said = EXPLOITS[exploit]
+    verdict = judged(judge, code)
+    assert verdict.outcome == outcome, verdict
+    assert re.search(said, f"{verdict.rule}: {verdict.message}", re.DOTALL), verdict
+    assert (verdict.speedup > 0) == (outcome == "correct")
+    assert verdict.message.encode().decode() == verdict.message
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_fork_bomb_ends_at_the_limit_and_leaves_no_process(contained, judge, tmp_path):
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # or the child stays who it was
+        folder.chmod(0o755)
+    output = contained(["limits", "user", "pids"], """import os, time
+started = 0
+try:
+    while started < 1000:  # a bound of its own, should the limit not hold
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        started += 1
+except OSError as e:
+    print(started, e.strerror)
+""")
+    assert re.fullmatch(r"(1\d|2[0-5])\d Resource temporarily unavailable\n", output), output
+    [child], alive = processes(judge.zygote.pid), len(os.listdir("/proc"))
+    os.kill(child, 9)
+    deadline = time.time() + 10
+    while len(os.listdir("/proc")) > alive - 90:
+        assert time.time() < deadline
+
+
+def test_what_a_child_puts_into_shared_memory_is_bounded_and_not_the_hosts(contained):
+    before = set(os.listdir("/dev/shm"))
+    output = contained(["mounts"], TRY + """
+def fill():
+    for number in range(8):
+        with open(f"/dev/shm/kevin-{number}", "wb", buffering=0) as file:
+            for _ in range(100):
+                assert file.write(bytes(1 << 20))
+attempt("fill", fill)
+print(sum(os.stat(f"/dev/shm/{name}").st_size for name in os.listdir("/dev/shm")) >> 20)
+""")
+    assert output == "fill refused\n256\n" and set(os.listdir("/dev/shm")) == before
+
+
+def test_a_child_cannot_take_the_hosts_memory(contained):
+    output = contained(["limits"], TRY + f"""
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+for size, flag in ((64 << 20, 0), (100 << 30, 0), (100 << 30, 0x4000)):  # the last: no reserve
+    attempt(size >> 20, lambda: mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS | flag).close())
+attempt("file", lambda: os.ftruncate(os.memfd_create("x"), {kevin.CHILD_FILE + 1}))
+""")
+    assert output == "64 done\n102400 refused\n102400 refused\nfile refused\n", output
+
+
+def test_a_child_sees_no_process_of_the_host(contained, judge):
+    output = contained(["pids", "mounts"], TRY + f"""
+for pid in ({os.getpid()}, {judge.zygote.pid}):
+    for name in ("environ", "mem", "maps", "cmdline", "fd"):
+        attempt(name, lambda: os.open(f"/proc/{{pid}}/{{name}}", os.O_RDONLY))
+attempt("1", lambda: os.open("/proc/1/mem", os.O_RDONLY))
+print([pid for pid in os.listdir("/proc") if pid.isdigit()])
+""")
+    *tries, seen = output.splitlines()
+    assert len(tries) == 11 and all(line.endswith("refused") for line in tries), output
+    assert seen == "['1', '2']"  # the child, and this program
+
+
+def failing(error):
+    return lambda *_: (_ for _ in ()).throw(error)
+
+
+FAULTS = {  # stage that fails, pattern of its message, and what is broken: place, name, by what
+    "reference out of memory": ("_check", "reference of X-2", lambda judge: (
+        kevin, "reference_models", failing(torch.OutOfMemoryError("out of memory")))),
+    "GPU lost": ("_check", "launch failure", lambda judge: (
+        kevin, "reference_models", failing(torch.AcceleratorError("launch failure")))),
+    "eager's worker dead": ("_check", "died", lambda judge, real=kevin.burst: (
+        kevin, "burst", lambda subject, *rest: (
+            os.kill(subject.pid, 9) if subject.trusted else None, real(subject, *rest))[1])),
+    "compiler gone": ("_build", "/gone/g", lambda judge: (
+        judge.chain, "cxx", ["/gone/g++", *judge.chain.cxx[1:]])),
+    "built: disk full": ("_build", "No space", None),
+    "scratch: disk full": ("_build", "did not run|No space", None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_judge_is_tried_twice_and_scores_nothing(judge, monkeypatch, fault):
+    (stage, said, breaks), tries = FAULTS[fault], []
+    real = getattr(judge, stage)
+    monkeypatch.setattr(judge, stage, lambda *a: tries.append(stage) or real(*a))
+    never_built = built(f"// for {fault}: never built\n" + macro(""))
+    with contextlib.ExitStack() as stack:
+        if breaks:
+            monkeypatch.setattr(*breaks(judge))
+        else:  # a file system of 64 KiB
+            folder = str(judge.chain.root / fault.partition(":")[0])
+            try:
+                kevin.libc("mount", "tmpfs", folder, "tmpfs", 0, "size=64k,mode=755")
+                stack.callback(kevin.libc, "umount2", folder, 2)
+            except PermissionError:  # no root: the next best
+                monkeypatch.setattr(kevin, "write_whole", failing(OSError(28, "No space left")))
+        verdict = judged(judge, candidate() if stage == "_check" else never_built)
+    assert verdict.outcome == "judge_error" and re.search(said, verdict.message), verdict
+    assert tries == [stage] * 2 and kevin.kernel_score(verdict) is None
 
 
 # ---- 7. Score, return, advantage -----------------------------------------------------------------
@@ -2204,6 +2464,399 @@ def test_a_gpu_kernel_is_timed_and_faults_stay_with_their_candidate(gpu_judge, m
         endless = judged(gpu_judge, gpu_candidate("ext.hang(x)"), GPU_TASK)
     assert endless.outcome == "runtime_error" and "within 10 s" in endless.message, endless
     assert judged(gpu_judge, again, GPU_TASK).outcome == "correct"
+
+
+# What hostile CUDA may try. A trick is a function of (x, n), so that one build serves many.
+
+GPU_PRELUDE = r"""
+#define TRICK(name) Tensor name(Tensor x, int64_t n)
+#define NOTHING torch::empty_like(x)
+using torch::Tensor;
+__global__ void gelu_kernel(const float* x, float* y) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    y[i] = 0.5f * x[i] * (1.f + erff(x[i] * 0.70710678f));
+}
+__global__ void pause(int64_t cycles) { for (auto t = clock64(); clock64() - t < cycles;) {} }
+static float* ptr(const Tensor& x) { return x.data_ptr<float>(); }
+static Tensor gelu(Tensor x, cudaStream_t stream = 0, const float* from = nullptr, int more = 0) {
+    Tensor y = NOTHING;
+    gelu_kernel<<<65536, 256, more, stream>>>(from ? from : ptr(x), ptr(y));
+    return cudaGetLastError(), y;
+}
+static Tensor aside(Tensor x, cudaStream_t side, int64_t n) {  // on the main stream only a pause
+    static float* first = ptr(x);
+    if (first == ptr(x)) cudaDeviceSynchronize();  // this run's inputs are complete
+    pause<<<1, 1>>>(n);
+    return gelu(x, side);
+}
+struct Null { template <class T> operator T*() { return nullptr; } } none;
+"""
+GPU_TRICKS = r"""
+#include <cassert>
+#include <cuda_fp16.h>
+#include <elf.h>
+#include <map>
+#include <set>
+#define IS(number) else if (kind == number)
+__device__ int released;
+static int64_t calls;
+static std::set<float*> seen;
+static std::map<float*, Tensor> ready;
+__device__ int64_t deep(int64_t k) { return k < 0 ? k : deep(k + 1) ^ clock64(); }
+__global__ void each_kernel(float* x, float* y, int kind) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    float v = x[i], full = 0.5f * v * (1.f + erff(v * 0.70710678f));
+    float cubic = 0.79788456f * (v + 0.044715f * v * v * v);
+    if (kind == 0) y[i] = NAN; IS(1) y[i] = fmaxf(v, 0.f);
+    IS(2) y[i] = __half2float(__float2half(full)); IS(3) y[i] = 0.5f * v * (1.f + tanhf(cubic));
+    IS(4) y[i] = i % 256 ? full : 0.f; IS(12) x[i] = y[i] = 0.f; IS(13) x[i] = full;
+    IS(5) i < 1 << 20 ? printf("{\"ok\": true, \"ms\": [0.01], \"ops\": []}\n") : 0;
+    IS(6) *(volatile float*)nullptr = full; IS(7) asm volatile("trap;"); IS(8) assert(kind < 0);
+    IS(9) ((volatile char*)malloc(1 << 20))[i % 1024] = 1; IS(10) y[i] = deep(i);
+    IS(11) for (;;) atomicAdd(y, 1.f);
+}
+static Tensor each(Tensor x, Tensor y, int kind) {
+    return each_kernel<<<65536, 256>>>(ptr(x), ptr(y), kind), y;
+}
+TRICK(honest) { return gelu(x); }
+TRICK(kind) { return each(x, NOTHING, n); }
+TRICK(in_place) { return each(x, x, n); }
+TRICK(mutate) { Tensor y = gelu(x); return each(x, torch::zeros_like(x), n), y; }
+TRICK(decoy) { Tensor y = NOTHING; return gelu(x), y; }
+TRICK(one_buffer) { static Tensor y = NOTHING; return y.copy_(gelu(x)); }
+TRICK(hog) { static auto kept = torch::empty({n << 28}, x.options()); return NOTHING; }
+TRICK(quit) { abort(); }
+TRICK(occupy) { Tensor y = gelu(x); pause<<<132, 1024, 0, cudaStreamPerThread>>>(n); return y; }
+TRICK(own_default) { return aside(x, cudaStreamPerThread, n); }
+TRICK(no_launch) { return gelu(x, 0, nullptr, n); }  // more shared memory than there is
+TRICK(no_grid) {  // more blocks than can cooperate
+    Tensor y = NOTHING;
+    void *from = ptr(x), *to = ptr(y), *arguments[] = {&from, &to};
+    cudaLaunchCooperativeKernel((void*)gelu_kernel, n, 256, arguments, 0, 0);
+    return cudaGetLastError(), y;
+}
+__global__ void wait_kernel(int call) { while (atomicAdd(&released, 0) < call) {} }
+__global__ void release_kernel(int call) { atomicMax(&released, call); }
+TRICK(late_join) {  // the next call lets this one's kernel go
+    release_kernel<<<1, 1>>>(calls);
+    wait_kernel<<<1, 1, 0, cudaStreamPerThread>>>(++calls);
+    return gelu(x, cudaStreamPerThread);
+}
+static float on_cpu(float v) { return 0.5f * v * (1 + std::erf(v * 0.70710678f)); }
+TRICK(on_host) { Tensor y = NOTHING; std::transform(ptr(x), ptr(x) + n, ptr(y), on_cpu); return y; }
+TRICK(neighbour) {
+    Tensor y = NOTHING;
+    cudaMemcpyAsync(ptr(y), ptr(x) + n * x.numel(), x.nbytes(), cudaMemcpyDeviceToDevice);
+    return cudaGetLastError(), y;
+}
+TRICK(kept) { Tensor& y = ready[n ? ptr(x) : nullptr]; return y.defined() ? y : y = gelu(x); }
+TRICK(phase) { return calls++ < n ? gelu(x) : NOTHING; }  // honest in the first n calls
+TRICK(turns) { return calls++ < n || calls % 2 ? gelu(x) : NOTHING; }  // then in every second one
+TRICK(once) { return seen.insert(ptr(x)).second ? gelu(x) : NOTHING; }
+TRICK(places) { seen.insert(ptr(x)); return (int64_t)seen.size() <= n ? gelu(x) : NOTHING; }
+TRICK(batch) {  // a run's first call answers for every address of the run
+    static float* first = ptr(x);
+    seen.insert(ptr(x));
+    for (float* other : seen) if (ptr(x) == first) ready[other] = gelu(x, 0, other);
+    if (!ready.count(ptr(x))) return gelu(x);
+    pause<<<1, 1>>>(n);
+    return std::move(ready.extract(ptr(x)).mapped());
+}
+static void *table[128], **original;
+static std::map<const void*, std::pair<Tensor, float*>> owed;
+static const c10::Storage& storage_now(const c10::TensorImpl* self) {
+    *(void***)self = original;
+    gelu_kernel<<<65536, 256>>>(ptr(owed[self].first), owed[self].second);
+    return self->storage();
+}
+TRICK(lazy) {  // computes when somebody asks the tensor for its memory
+    Tensor y = NOTHING;
+    auto* self = y.unsafeGetTensorImpl();
+    const c10::Storage& (c10::TensorImpl::*method)() const = &c10::TensorImpl::storage;
+    TORCH_CHECK(*(size_t*)&method % 8 == 1, "storage() is not virtual");
+    owed[self] = {x, ptr(y)};
+    original = *(void***)self;
+    std::copy(original - 2, original + 100, table);
+    table[2 + *(size_t*)&method / 8] = (void*)storage_now;
+    *(void***)self = table + 2;
+    return pause<<<1, 1>>>(n), y;
+}
+static void* symbol(const void* inside, const std::string& name) {  // dlsym without dlsym
+    auto* base = (const char*)((uintptr_t)inside & ~4095ul);
+    while (std::string(base, 4) != ELFMAG) base -= 4096;
+    auto* part = (const Elf64_Phdr*)(base + ((const Elf64_Ehdr*)base)->e_phoff);
+    while (part->p_type != PT_DYNAMIC) ++part;
+    std::map<int64_t, uintptr_t> found;
+    auto* d = (const Elf64_Dyn*)(base + part->p_vaddr);
+    for (; d->d_tag; ++d) found[d->d_tag] = d->d_un.d_ptr;
+    auto* entry = (const Elf64_Sym*)found[DT_SYMTAB];
+    while ((const char*)found[DT_STRTAB] + entry->st_name != name) ++entry;
+    return (void*)(base + entry->st_value);
+}
+TRICK(hidden_stream) {  // a stream that waits for no other
+    static cudaStream_t side = nullptr;
+    void* create = side ? nullptr : symbol((void*)cudaGetLastError, "cudaStreamCreateWithFlags");
+    if (create) ((int (*)(cudaStream_t*, unsigned))create)(&side, cudaStreamNonBlocking);
+    return aside(x, side, n);
+}
+"""
+OFF, NEW, FAULT = "incorrect: .*elements are off", "incorrect: .*new tensor", "runtime_error: "
+TIMED = "suspicious: |incorrect: |hack: |runtime_error: "  # or correct, but no faster than honest
+GPU_EXPLOITS = {  # what forward returns: what its verdict must match
+    "x * ext.honest(x, 0)": "hack: torch operator: .*aten::mul",
+    "ext.on_host(x.to('cpu'), x.numel()).to(x.device)": "hack: ",
+    "ext.honest(x, 0).to('cpu')": "incorrect: .*device is cpu",
+    "ext.honest(x, 0).to(torch.float16)": "incorrect: .*dtype is torch.float16",
+    "ext.honest(x, 0)[:1, :1].expand(4096, 4096)": f"{OFF}|{NEW}", "ext.in_place(x, 13)": NEW,
+    **dict.fromkeys(["ext.kind(x, 12)", "ext.mutate(x, 12)"], "incorrect: .*input was changed"),
+    **dict.fromkeys(["ext.kind(x, 11)", "ext.late_join(x, 0)"], "runtime_error: .*within 10 s"),
+    **dict.fromkeys(["ext.neighbour(x, 1)", "ext.neighbour(x, -1)"], f"{OFF}|{FAULT}"),
+    **dict.fromkeys(["ext.hog(x, 125)", "ext.quit(x, 0)",
+                     *[f"ext.kind(x, {k})" for k in range(6, 11)]], FAULT),
+    **dict.fromkeys([f"ext.{call}" for call in (
+        "honest(x, 0).t()", "decoy(x, 0)", "kept(x, 0)", "kept(x, 1)", "one_buffer(x, 0)",
+        "no_launch(x, 300000)", "no_grid(x, 65536)", "once(x, 0)", "places(x, 1)", "places(x, 8)",
+        "turns(x, 1)", "turns(x, 9)", *[f"kind(x, {k})" for k in range(6)],
+        *[f"phase(x, {n})" for n in (4, 5, 8, 9, 24, 60)])], OFF),
+    **dict.fromkeys([f"ext.{name}(x, 16000)" for name in (
+        "batch", "lazy", "hidden_stream", "own_default", "occupy")], TIMED),
+}
+INJECTED = '.incbin \\"/usr/bin/env\\"\\n'
+GPU_REFUSED = {  # CUDA text, C++ text, what the verdict must match: builds of their own
+    "library": ("""#include <ATen/core/dispatch/Dispatcher.h>
+#define PASTE(x, y) x##y
+TRICK(f) {
+    try { TORCH_CHECK(n < 0); } catch (const c10::Error&) { return at::gelu(x); }
+    auto found = c10::Dispatcher::singleton().findSchemaOrThrow("aten::mm", "").hasSchema();
+    return found ? x : x.PASTE(sig, moid)();
+}""", "", "hack: library call: .*aten::gelu, aten::sigmoid, .*Dispatcher"),
+    "loader": ("""#include <dlfcn.h>
+extern "C" int cublasCreate_v2(void*);
+static void* run(void*) { return getenv("MODE"); }
+TRICK(f) {
+    pthread_create((pthread_t*)none, none, run, none);
+    return dlsym(dlopen("libcublas.so", 2), "cublasSgemm") && cublasCreate_v2(none) ? x : NOTHING;
+}""", "", "hack: library call: (?=.*cublas)(?=.*dlopen)(?=.*dlsym)(?=.*getenv).*pthread_create"),
+    "Python": ("TRICK(own) { return gelu(x); }", """// from the table of built-in functions
+TRICK(f) {
+    auto* load = PyObject_GetItem(PyEval_GetBuiltins(), PyUnicode_FromString("__import__"));
+    auto of = [](PyObject* o, const char* name) { return PyObject_GetAttrString(o, name); };
+    auto* t = PyObject_CallFunctionObjArgs(load, PyUnicode_FromString("torch"), nullptr);
+    auto* mode = of(of(of(t, "utils"), "_python_dispatch"), "_get_current_dispatch_mode");
+    if (PyObject_CallFunctionObjArgs(mode, nullptr) != Py_None) return own(x, n);
+    auto* op = of(of(of(t, "nn"), "functional"), "gelu");
+    auto* y = PyObject_CallFunctionObjArgs(op, py::cast(x).ptr(), nullptr);
+    return py::reinterpret_steal<py::object>(y).cast<Tensor>();
+}""", "hack: "),
+    "host access": ("""TRICK(f) {
+    cudaLaunchHostFunc(0, none, none);
+    cudaMallocManaged((void**)none, n);
+    cudaHostRegister(none, n, cudaHostRegisterMapped);
+    cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, n);
+    return cudaStreamSetAttribute(0, cudaStreamAttributeAccessPolicyWindow, none), gelu(x);
+}""", "", "hack: library call: (?=.*HostFunc)(?=.*Managed)(?=.*Register)(?=.*Limit).*SetAttribute"),
+    "streams": ("""#include <c10/cuda/CUDAStream.h>
+TRICK(f) {
+    static cudaStream_t side = c10::cuda::getStreamFromPool();
+    cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking);
+    cudaStreamBeginCapture(side, cudaStreamCaptureModeRelaxed);
+    cudaGraphLaunch(none, side);
+    return cudaHostGetDevicePointer((void**)none, none, 0), aside(x, side, n);
+}""", "", "hack: library call: (?=.*Pool)(?=.*Graph)(?=.*Pointer)(?=.*Capture).*CreateWithFlags"),
+    "stream of a guard": ("""#include <c10/core/impl/VirtualGuardImpl.h>
+TRICK(f) {
+    c10::impl::VirtualGuardImpl guard(x.device().type());
+    static auto side = (cudaStream_t)guard.getStreamFromGlobalPool(x.device()).native_handle();
+    return aside(x, side, n);
+}""", "", TIMED),
+    "listener": ("""#include <c10/core/impl/TorchDispatchModeTLS.h>
+TRICK(f) { return c10::impl::dispatch_mode_enabled() ? gelu(x) : NOTHING; }""", "", f"hack|{OFF}"),
+    "forged replies": ("", """#include <fstream>
+TRICK(f) {
+    const std::string reply = "{\\"ok\\": true, \\"ms\\": [], \\"ops\\": []}";
+    for (int fd = 3; fd < 32; ++fd)
+        if (std::__basic_file<char> file; file.sys_open(fd, std::ios::out))
+            file.xsputn(reply.data(), reply.size());
+    return x;
+}""", "hack: |incorrect: |runtime_error: "),
+    "assembly as section": ("", f"""
+__attribute__((section(".data\\n{INJECTED}#"))) int kept = 1;
+TRICK(f) {{ return kept ? x : x.clone(); }}""", "hack: |compile_error: "),
+    "assembly as symbol": ("", f"""extern "C" int other() asm("abort\\n{INJECTED}#");
+TRICK(f) {{ return other() ? x : x.clone(); }}""", "hack: |compile_error: "),
+    "file of the host": ('#include "/etc/passwd"\nTRICK(f) { return x; }', "", "compile_error: "),
+    "file in device code": (f'__global__ void k() {{ asm("{INJECTED}"); }}\n'
+                            "TRICK(f) { k<<<1, 1>>>(); return x; }", "", "compile_error: "),
+}
+GPU_HEAD = """
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#define GELU(v) (0.5f * (v) * (1.0f + erff((v) * 0.70710678f)))
+using torch::Tensor;
+"""
+GPU_HONEST = {  # what forward returns, CUDA text, C++ text if that binds the functions itself
+    "templates, guards, dispatch on types": ("ext.forward(x)", """
+#define CHECK_INPUT(x) TORCH_CHECK(x.is_cuda() && x.is_contiguous(), #x " must be contiguous")
+template <typename T, int BLOCK> __global__ void __launch_bounds__(BLOCK)
+strided(const T* __restrict__ x, T* __restrict__ y, size_t n) {
+    for (size_t i = blockIdx.x * size_t(BLOCK) + threadIdx.x; i < n; i += gridDim.x * size_t(BLOCK))
+        y[i] = T(0.5) * __ldg(x + i) * (T(1) + erf(x[i] * T(M_SQRT1_2)));
+}
+Tensor forward(Tensor x) {
+    CHECK_INPUT(x);
+    const at::cuda::OptionalCUDAGuard device_guard(device_of(x));
+    auto y = torch::empty_like(x);
+    AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "gelu_forward", ([&] {
+        strided<scalar_t, 256><<<4096, 256, 0, at::cuda::getCurrentCUDAStream()>>>(
+            x.data_ptr<scalar_t>(), y.data_ptr<scalar_t>(), x.numel()); }));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return y;
+}"""),
+    "accessors and an own binding": ("ext.forward(x, scale=0.5)", """
+using View = torch::PackedTensorAccessor32<float, 2, torch::RestrictPtrTraits>;
+__global__ void view_kernel(const View x, View y, float scale) {
+    const int row = blockIdx.y, column = blockIdx.x * blockDim.x + threadIdx.x;
+    y[row][column] = 2.0f * scale * GELU(x[row][column]);
+}
+Tensor forward(Tensor x, double scale) {
+    TORCH_CHECK(x.dim() == 2, "expected a matrix, got ", x.dim(), " dimensions");
+    auto options = torch::TensorOptions().dtype(torch::kFloat32).device(x.device());
+    auto y = torch::empty({x.size(0), x.size(1)}, options);
+    view_kernel<<<dim3(x.size(1) / 256, x.size(0)), dim3(256)>>>(
+        x.packed_accessor32<float, 2, torch::RestrictPtrTraits>(),
+        y.packed_accessor32<float, 2, torch::RestrictPtrTraits>(), static_cast<float>(scale));
+    return y;
+}""", """PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.def("forward", &forward, "forward (CUDA)", py::arg("input"), py::arg("scale") = 0.5);
+}"""),
+    "vectors, constant memory, PTX": ("ext.forward(x.contiguous())", r"""
+#define CUDA_CHECK(call) do { cudaError_t e = (call); if (e != cudaSuccess) { \
+    fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(e)); \
+    throw std::runtime_error(cudaGetErrorString(e)); } } while (0)
+__constant__ float factors[2];
+__device__ __forceinline__ float one(float v) {
+    float d, e = erff(v * factors[1]);
+    asm volatile("fma.rn.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(v), "f"(e), "f"(v));
+    return factors[0] * d;
+}
+__global__ void vector_kernel(const float* x, float* y, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, whole = n / 4;
+    const float4 v = i < whole ? reinterpret_cast<const float4*>(x)[i] : float4{};
+    const float4 w = make_float4(one(v.x), one(v.y), one(v.z), one(v.w));
+    if (i < whole) reinterpret_cast<float4*>(y)[i] = w;
+    if (i < n % 4) y[4 * whole + i] = one(x[4 * whole + i]);
+}
+Tensor forward(const Tensor& x) {
+    const float host[2] = {0.5f, 0.70710678f};
+    CUDA_CHECK(cudaMemcpyToSymbol(factors, host, sizeof(host)));
+    auto y = at::empty(x.sizes(), x.options());
+    vector_kernel<<<(x.numel() / 4 + 511) / 512, 512>>>(
+        x.const_data_ptr<float>(), y.mutable_data_ptr<float>(), x.numel());
+    CUDA_CHECK(cudaGetLastError());
+    return y;
+}"""),
+    "dynamic shared memory, cooperative groups": ("ext.forward(x, 16384)", """
+#include <cooperative_groups.h>
+namespace cg = cooperative_groups;
+extern __shared__ float tile[];
+__global__ void tile_kernel(const float* x, float* y, int count) {
+    auto block = cg::this_thread_block();
+    const size_t at = blockIdx.x * static_cast<size_t>(count);
+    for (int i = block.thread_rank(); i < count; i += block.size()) tile[i] = x[at + i];
+    block.sync();
+    auto warp = cg::tiled_partition<32>(block);
+    for (int i = warp.meta_group_rank() * 32 + warp.thread_rank(); i < count; i += block.size())
+        y[at + count - 1 - i] = GELU(tile[count - 1 - i]);
+}
+Tensor forward(Tensor x, int64_t count) {
+    auto y = torch::zeros_like(x);
+    const int bytes = count * sizeof(float), blocks = x.numel() / count;
+    auto e = cudaFuncSetAttribute(tile_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    TORCH_CHECK(e == cudaSuccess, cudaGetErrorString(e));
+    tile_kernel<<<blocks, 1024, bytes>>>(x.data_ptr<float>(), y.data_ptr<float>(), count);
+    return y;
+}"""),
+    "two kernels and a scratch tensor": ("ext.forward(x)[0]", """
+__global__ void add_kernel(const float* x, float* scratch) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    atomicAdd(scratch + i, GELU(x[i]));
+}
+__global__ void copy_kernel(const float* scratch, float* y) {
+    y[blockIdx.x * blockDim.x + threadIdx.x] = scratch[blockIdx.x * blockDim.x + threadIdx.x];
+}
+std::vector<Tensor> forward(Tensor x) {
+    auto scratch = torch::zeros({x.size(0), x.size(1)}, x.options()), y = torch::empty_like(x);
+    add_kernel<<<x.numel() / 512, 512>>>(x.data_ptr<float>(), scratch.data_ptr<float>());
+    copy_kernel<<<x.numel() / 512, 512>>>(scratch.data_ptr<float>(), y.data_ptr<float>());
+    return {y, scratch};
+}"""),
+    "CUB": ("ext.forward(x, self.g, self.b)", """
+#include <cub/cub.cuh>
+template <int SIZE> __global__ void rows(const float* x, const float* g, const float* b, float* y) {
+    __shared__ typename cub::BlockReduce<float, SIZE>::TempStorage storage[2];
+    __shared__ float mean, scale;
+    const int i = blockIdx.x * SIZE + threadIdx.x;
+    const float sum = cub::BlockReduce<float, SIZE>(storage[0]).Sum(x[i]);
+    if (threadIdx.x == 0) mean = sum / SIZE;
+    __syncthreads();
+    const float squares = cub::BlockReduce<float, SIZE>(storage[1]).Sum(powf(x[i] - mean, 2));
+    if (threadIdx.x == 0) scale = rsqrtf(squares / SIZE + 1e-5f);
+    __syncthreads();
+    y[i] = (x[i] - mean) * scale * g[threadIdx.x] + (b ? b[threadIdx.x] : 0.f);
+}
+Tensor forward(const Tensor& x, const Tensor& g, const std::optional<Tensor>& b) {
+    c10::cuda::CUDAGuard guard(x.device());
+    auto y = torch::empty_like(x);
+    rows<256><<<x.size(0), 256, 0, c10::cuda::getCurrentCUDAStream().stream()>>>(
+        x.data_ptr<float>(), g.data_ptr<float>(), b ? b->data_ptr<float>() : nullptr,
+        y.data_ptr<float>());
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+    return y;
+}"""),
+}
+UNSCALED = "ext.forward(x, self.ones, self.zeros)"  # parameters ignored
+
+
+def gpu_program(expression, cuda, cpp="", prelude=GPU_HEAD):
+    """A program that exports the Tensor functions of the CUDA text and the tricks of both."""
+    heads = re.findall(r"^((?:std::vector<)?Tensor>? (\w+)\(.*\)) \{", cuda, re.MULTILINE)
+    heads += [(f"TRICK({n})", n) for n in re.findall(r"^TRICK\((\w+)", cuda, re.MULTILINE)]
+    text = "#define TRICK(name) Tensor name(Tensor x, int64_t n)\nusing torch::Tensor;\n"
+    text += "".join(f"{head};\n" for head, _ in heads) + cpp
+    names = [name for _, name in heads] + ["f"] * ("TRICK(f)" in cpp)
+    both = f'cpp_sources=source, cuda_sources=r"""{prelude}{cuda}"""'
+    code = candidate(expression, text, names * ("PYBIND11" not in cpp))
+    return code.replace("cpp_sources=source", both)
+
+
+GPU_PROGRAMS = {  # code, what the verdict must match
+    **{e: (gpu_program(e, GPU_TRICKS, "", GPU_PRELUDE), said) for e, said in GPU_EXPLOITS.items()},
+    **{n: (gpu_program("ext.f(x, 16000)", cuda, cpp, GPU_PRELUDE), said)
+       for n, (cuda, cpp, said) in GPU_REFUSED.items()},
+    **{n: (gpu_program(*parts), "correct") for n, parts in GPU_HONEST.items()},
+    UNSCALED: (gpu_program(UNSCALED, GPU_HONEST["CUB"][1]), OFF)}
+
+
+@pytest.fixture(scope="module")
+def gpu_builds(gpu_judge):
+    """Futures of all programs, which are built side by side, and the time of the honest trick."""
+    builds = {name: gpu_judge.submit(code) for name, (code, _) in GPU_PROGRAMS.items()}
+    honest = judged(gpu_judge, gpu_program("ext.honest(x, 0)", GPU_TRICKS, "", GPU_PRELUDE), GPU_TASK)
+    return builds, honest.runtime_ms
+
+
+@gpu
+@pytest.mark.parametrize("name", GPU_PROGRAMS)
+def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
+        gpu_judge, gpu_builds, monkeypatch, name):
+    monkeypatch.setattr(kevin, "RUN_TIMEOUT_S", 10.0)
+    verdict, (code, expected) = gpu_builds[0][name].result(), GPU_PROGRAMS[name]
+    if isinstance(verdict, kevin.Build):
+        verdict = gpu_judge.check(NORM if "forward(x, self" in code else GPU_TASK, verdict)
+    said = ": ".join(filter(None, (verdict.outcome, verdict.rule, verdict.message)))
+    as_slow = verdict.runtime_ms and verdict.runtime_ms > 0.8 * gpu_builds[1]
+    assert re.match(expected, said, re.DOTALL) or expected == TIMED and as_slow, verdict
 
 
 # ---- 18. Benchmarks: python test_kevin.py bench judge, on an H200 --------------------------------
