@@ -702,6 +702,7 @@ def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str
 BUILD_TIMEOUT_S, RUN_TIMEOUT_S, CHECK_TIMEOUT_S, MAX_EXTENSIONS = 180.0, 60.0, 300.0, 8
 DISK_NEEDED = 256 << 20
 MESSAGE_LIMIT, CHILD_MEMORY, CHILD_FILE = 1 << 20, 8 << 30, 256 << 20  # bytes
+LIBRARY_LIMIT = 64 << 20
 
 
 def send_message(sock: socket.socket, message: dict, fds=()) -> None:
@@ -734,6 +735,10 @@ DENIED_CALLS = (  # ptrace, mounts, modules, keys, namespaces, perf, foreign mem
     101, 134, 153, 155, 161, 165, 166, 167, 169, 175, 176, 179, 246, 248, 249, 250, 272, 298, 303,
     304, 308, 310, 311, 312, 313, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
 
+CANDIDATE_CALLS = (  # connect, fork, files' modes, owners, times and attributes, affinity
+    41, 42, 57, 58, 90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 203, 235, 260, 261, 268,
+    280, 452, 463, 466)
+
 
 def libc(function: str, *args) -> int:
     """A C library call: strings are encoded, integers widened, failure is an OSError."""
@@ -761,16 +766,22 @@ def landlock(readable: list[str], writable: list[str]) -> None:
     os.close(ruleset)
 
 
-def seccomp() -> None:
-    """DENIED_CALLS, and sockets other than AF_UNIX, fail with EPERM (x86-64 only)."""
+def seccomp(candidate: bool) -> None:
+    """DENIED_CALLS, and sockets other than AF_UNIX, fail with EPERM (x86-64 only).
+
+    A candidate's own process may start threads but no process, and make no CANDIDATE_CALLS.
+    """
     if platform.machine() != "x86_64":
         raise OSError(0, "not x86-64")
     op = struct.Struct("HBBI").pack
     deny, allow, kill = (op(6, 0, 0, v) for v in (0x50001, 0x7FFF0000, 0x80000000))
     program = [op(0x20, 0, 0, 4), op(0x15, 1, 0, 0xC000003E), kill]  # another architecture
     program += [op(0x20, 0, 0, 0), op(0x35, 0, 1, 1 << 30), kill]  # the x32 calls
-    for number in DENIED_CALLS:
+    for number in DENIED_CALLS + CANDIDATE_CALLS * candidate:
         program += [op(0x15, 0, 1, number), deny]
+    if candidate:  # clone3 is not there, clone only for a thread
+        program += [op(0x15, 0, 1, 435), op(6, 0, 0, 0x50026)]
+        program += [op(0x15, 0, 4, 56), op(0x20, 0, 0, 16), op(0x45, 1, 0, 0x10000), deny, allow]
     program += [op(0x15, 0, 3, 41), op(0x20, 0, 0, 16), op(0x15, 1, 0, socket.AF_UNIX), deny, allow]
     code = ctypes.create_string_buffer(b"".join(program))
     libc("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -825,7 +836,9 @@ def enter_sandbox(spec: dict, own_pids: bool) -> dict[str, str]:
         "capabilities": lambda: libc("syscall", 126, struct.pack("II", 0x20080522, 0), bytes(24)),
         "death signal": lambda: libc("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0),
         "landlock": lambda: landlock(readable + ["/proc", "/sys"],
-                                     writable + nodes + ["/proc/self"]), "seccomp": seccomp,
+                                     writable + nodes + ["/proc/self"]),
+        # GUESS: CUDA may need those calls for its start, which has not been tried
+        "seccomp": lambda: seccomp(candidate=not writable and spec["device"] == "cpu"),
     }.items():
         try:
             action()
@@ -1188,8 +1201,9 @@ def read_regular(path: Path) -> bytes:
         return b""
 
 
-POISONED = """asm __asm __asm__ section __section__ symver __symver__ ifunc __ifunc__ attr getattr
-    setattr hasattr delattr""".replace("\n", " ")  # the last five: Python's objects from C++
+POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ ifunc __ifunc__
+    __REDIRECT __REDIRECT_NTH __REDIRECT_NTHNL __ASMNAME __ASMNAME2
+    attr getattr setattr hasattr delattr""".split())  # the last line: Python's objects from C++
 PYTHON = re.compile("_?Py[A-Z_]")
 LINE_DIRECTIVE = re.compile(  # it could pass the candidate's text off as a system header's
     r"^\s*(/\*.*?\*/\s*)*(#|%:|\?\?=)\s*(/\*.*?\*/\s*)*(line\b|\d)", re.MULTILINE)
@@ -1229,7 +1243,7 @@ class Toolchain:
             missing = "nvcc" if self.gcc else "g++"
             raise UserError(f"no compiler: {missing} is not on PATH (Debian: apt install g++)")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, cpu_name(), 4)
+                    SAMPLE, cpu_name(), 5)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
         system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
@@ -1581,6 +1595,8 @@ class Judge:
                 raise Rejected("hack", "poisoned word", text)
             if not library:
                 raise Rejected("compile_error", "", first_errors(log.decode(errors="replace")))
+            if len(library) > LIBRARY_LIMIT:
+                raise Rejected("compile_error", "", f"the library has {len(library)} bytes")
             self.chain.gate(folder, library, call)
             return library
 

@@ -665,8 +665,11 @@ def macro(line):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
+def cache():
+    """A folder that other users may read, as the children's user layer needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -854,13 +857,13 @@ def contained(judge, tmp_path):
     children = []
 
     def run(layers, code, wait=True):
-        for layer in layers:
-            if judge.layers.get(layer) != "on":
-                pytest.skip(f"sandbox layer {layer}: {judge.layers.get(layer)}")
         folder = tmp_path / "own"
         folder.mkdir()
         folder.chmod(0o777)
         children.append(kevin.Child(judge, folder))
+        for layer in layers:
+            if children[0].layers.get(layer) != "on":
+                pytest.skip(f"sandbox layer {layer}: {children[0].layers.get(layer)}")
         order = {"folder": str(folder), "stages": [[[sys.executable, "-c", code]]]}
         if not wait:
             kevin.send_message(children[0].sock, {"op": "build", **order})
