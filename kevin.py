@@ -658,7 +658,7 @@ C_ALLOWED = re.compile(r"""( (__)?mem(cpy|move|set|cmp|chr)(_chk)? | str(len|n?c
     | cudaMemset(Async)? | cudaMemcpyAsync | cudaMemcpyToSymbol(Async)? | cudaGetSymbolAddress
     | cuda(Device|Stream)Synchronize | cudaMalloc | cudaFree )""", re.VERBOSE)
 CXX_ALLOWED = re.compile(  # the C++ runtime, tensor access, error messages
-    r"_ZNK?S[absoidt]|_ZNK?9__gnu_cxx|_ZSt|_ZT[VIS]|_ZGV|_Zn[wa]|_Zd[la]|__cxa_|__gxx_|_Unwind_"
+    r"_ZNK?R?S[absoidt]|_ZNK?9__gnu_cxx|_ZSt|_ZT[VIS]|_ZGV|_Zn[wa]|_Zd[la]|__cxa_|__gxx_|_Unwind_"
     r"|_ITM_|_ZNK?2at10TensorBase|_ZNK?3c10|_ZNK?6caffe2|_ZNK?2at8internal|_ZN2at6detail"
     r"|_ZN2at15get_num_threads|_ZN2at18in_parallel_region")
 CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatcher and global state
@@ -667,7 +667,7 @@ CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatche
     r"|RegisterOperators|KernelFunction|PyObject|PyInterpreter|ThreadPool|TaskLauncher|FLAGS_"
     r"|StreamFrom|setCurrent.*Stream|InferenceMode|CachingAllocator|SetGlobal|Logger|LoadLibrary"
     r"|basic_file|Set(CPU)?Allocator|SetStorageImplCreate|SignalHandler|NUMA|GuardImpl|guard_impl"
-    r"|TLS|dispatch_mode|set_enabled|CommandLineFlags|FlagParser")
+    r"|TLS|dispatch_key|get\w*Hooks|[gs]et_env|check_env|9serialize|dispatch_mode|set_enabled|CommandLineFlags|FlagParser")
 
 
 def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str]:
@@ -993,6 +993,8 @@ class Worker:
         if weights != self.weights:
             with torch.device(self.device):
                 self.model = seeded_model(self.space[name], self.task["get_init_inputs"], weights)
+            # asked for now: a module may do work when it is asked, and later that would be too late
+            self.held = [p.untyped_storage().data_ptr() for p in self.model.parameters()]
         self.weights, self.seeds, self.outputs = weights, seeds, []
         for slot, seed in enumerate(seeds):  # same addresses, new values
             fresh = seeded_inputs(self.task["get_inputs"], seed, self.device)
@@ -1039,18 +1041,18 @@ class Worker:
         if facts["type"] != "Tensor" or facts["device"] != self.device:
             return facts
         fresh = seeded_inputs(self.task["get_inputs"], self.seeds[slot], self.device)
-        held = [t for t in [*inputs, *self.model.parameters()] if torch.is_tensor(t)]
+        held = [*self.held, *[t.untyped_storage().data_ptr() for t in inputs if torch.is_tensor(t)]]
         dtype, shape = getattr(torch, facts["dtype"].partition(".")[2]), facts["shape"]
         reach = sum((n - 1) * s for n, s in zip(shape, facts["strides"])) + 1
         whole = raw_bytes(facts["data"], reach * dtype.itemsize, self.device).view(dtype)
         data = whole.as_strided(shape, facts["strides"]).contiguous().view(-1).view(torch.uint8)
         if 0 < data.numel() <= len(self.memory):
             self.memory[: data.numel()].copy_(data)
-        owned = all(facts["storage"] != t.untyped_storage().data_ptr() for t in held)
         pairs = [(a, b) for a, b in zip(inputs, fresh) if torch.is_tensor(a)]
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return facts | {"own": owned and facts["bytes"] >= data.numel(),
+        owned = facts["storage"] not in held and facts["bytes"] >= data.numel()
+        return facts | {"own": owned,
                         "mutated": not all(torch.equal(a, b) for a, b in pairs)}
 
 
@@ -1142,8 +1144,9 @@ HEADERS = {  # the full headers' names, and those that every operator includes a
     "kevin_light.h": LIGHT_HEADER,
     "kevin_syntax.h": "\n".join(f"#include <{name}.h>" for name in (
         "kevin_light", "cuda_runtime", "cuda_fp16", "device_launch_parameters")),
-    "kevin_binding.h": "#include <kevin_light.h>\n#include <torch/csrc/utils/pybind.h>\n"
-                       "#include <torch/csrc/Exceptions.h>\n"}
+    "kevin_binding.h": "".join(f"#include <{name}>\n" for name in (
+        "kevin_light.h", "torch/csrc/utils/pybind.h", "torch/csrc/Exceptions.h", "iostream",
+        "signal.h", "pybind11/numpy.h", "pybind11/functional.h"))}
 SAMPLE = """std::vector<torch::Tensor> f(torch::Tensor a, std::vector<torch::Tensor> b,
     std::optional<torch::Tensor> c, int64_t d, double e, bool g, std::string h,
     std::vector<int64_t> i) { return {a}; }
@@ -1202,7 +1205,7 @@ def read_regular(path: Path) -> bytes:
 
 
 POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ ifunc __ifunc__
-    __REDIRECT __REDIRECT_NTH __REDIRECT_NTHNL __ASMNAME __ASMNAME2
+    weakref __weakref__ __REDIRECT __REDIRECT_NTH __REDIRECT_NTHNL __ASMNAME __ASMNAME2
     attr getattr setattr hasattr delattr""".split())  # the last line: Python's objects from C++
 PYTHON = re.compile("_?Py[A-Z_]")
 LINE_DIRECTIVE = re.compile(  # it could pass the candidate's text off as a system header's
@@ -1227,7 +1230,7 @@ def host_assembly(text: str) -> str:
             number, file = marker.group(1), marker.group(2) or file
         code = re.sub(r'"(?:\\.|[^"\\])*"', '""', line)
         if file == "cuda_source" and re.search(
-                r"\b_*asm_*\b|__attribute\w*\W*\(\(.*\b_*(section|symver|ifunc)_*\b", code):
+                r"\b_*asm_*\b|__attribute\w*\W*\(\(.*\b_*(section|symver|ifunc|weakref)_*\b", code):
             return f"cuda_source:{number}: "
     return ""
 
@@ -1243,7 +1246,7 @@ class Toolchain:
             missing = "nvcc" if self.gcc else "g++"
             raise UserError(f"no compiler: {missing} is not on PATH (Debian: apt install g++)")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, cpu_name(), 5)
+                    SAMPLE, cpu_name(), 6)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
         system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
@@ -1283,7 +1286,8 @@ class Toolchain:
             print("kevin: precompiling headers, once, about half a minute", file=sys.stderr)
             for name, text in HEADERS.items():
                 if name == "kevin_binding.h" and self.device == "cuda":  # before words are poisoned
-                    text += "#include <cuda_runtime.h>\n#include <ATen/cuda/CUDAContext.h>\n"
+                    text += "".join(f"#include <{name}.h>\n" for name in (
+                        "cuda_runtime", "cuda_fp16", "cuda_bf16", "ATen/cuda/CUDAContext"))
                 (self.include / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.include / name).write_text(text)
             library = self.root / "sample.so"

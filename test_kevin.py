@@ -547,11 +547,13 @@ def test_the_collected_honest_candidates_pass_the_filter(kind, device):
     assert files and set(found.values()) == {None}, found
 
 
-ALLOWED_SYMBOLS = """memcpy memcpy@GLIBC_2.14 malloc __cxa_throw _ZSt9terminatev _Znwm _ZdlPvm own
+ALLOWED_SYMBOLS = """_ZNKRSt7__cxx1119basic_ostringstreamIcE3strEv
+    memcpy memcpy@GLIBC_2.14 malloc __cxa_throw _ZSt9terminatev _Znwm _ZdlPvm own
     _ZN2at4_ops19empty_memory_format4callE _ZN2at4_ops5zeros4callE _ZN2at4_ops4view4callE
     _ZN2at4_ops5copy_4callE _ZN2at4_ops9transpose4callE _ZNK2at10TensorBase8is_contiguousE
     _ZN3c106detail14torchCheckFailEPKc cudaLaunchKernel cudaGetLastError""".split()
-DENIED_SYMBOLS = """_ZN2at4_ops2mm4callERKNS_6TensorES4_ _ZN2at4_ops8_softmax4callE dlsym dlopen
+DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
+    _ZN2at4_ops2mm4callERKNS_6TensorES4_ _ZN2at4_ops8_softmax4callE dlsym dlopen
     _ZN2at4_ops10add_Tensor4callE _ZN2at4_ops6linear4callE _ZN2at4_ops5index4callE open fopen system
     fork execve mmap socket getenv exit _exit quick_exit syscall pthread_create clock_gettime
     PyRun_SimpleString cublasSgemm_v2 cblas_sgemm _ZNSt6thread4joinEv _ZNSt13random_device7_M_finiEv
@@ -1166,6 +1168,18 @@ CALLS_CXX = "#include <bits/basic_file.h>\n#include <c10/core/CPUAllocator.h>\n"
     'pthread_mutex_t m;\n    PyImport_ImportModule("torch");\n'
     "    c10::SetCPUAllocator(c10::GetCPUAllocator(), 255);\n    std::__basic_file<char>(&m).fd();")
 CODE_BYTES = '__attribute__((section(".text#"))) const unsigned char code[] = {0x0f, 0x05, 0xc3};\n'
+LATE = """
+    def promise(self, x):
+        out = torch.empty_like(x)
+        self.owed.append((x, out))
+        return out
+
+    def parameters(self, recurse=True):
+        for x, out in self.owed:
+            out.copy_(ext.norm(x, self.g, self.b))
+        self.owed = []
+        return [self.g, self.b]
+"""
 WRONG = "elements are off"
 EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message"
     "A2 decoy kernel, the work is done in Python": (
@@ -1208,6 +1222,9 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "F8 honest where the first checks look": (cheat("warm_slot"), "incorrect", WRONG),
     "F10 inputs guessed by the constructor": (
         cheat("self.x", init="        self.x = torch.randn(64, 256)\n"), "incorrect", WRONG),
+    "G2 work that is done when the parameters are asked for": (
+        candidate("self.promise(x)", CHEATS, ["norm"]).replace("self.ones, self.zeros =", (
+            "self.owed = []\n        self.ones, self.zeros =")) + LATE, "incorrect", WRONG),
     "G4 another class": (cheat("nn.Parameter(ext.norm(x, self.g, self.b))"), "incorrect", "type"),
     "H5 a hook exchanges the answer": (
         cheat("norm", init="        self.register_forward_hook(lambda m, a, out: a[0])\n"),
