@@ -667,7 +667,8 @@ CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatche
     r"|RegisterOperators|KernelFunction|PyObject|PyInterpreter|ThreadPool|TaskLauncher|FLAGS_"
     r"|StreamFrom|setCurrent.*Stream|InferenceMode|CachingAllocator|SetGlobal|Logger|LoadLibrary"
     r"|basic_file|Set(CPU)?Allocator|SetStorageImplCreate|SignalHandler|NUMA|GuardImpl|guard_impl"
-    r"|TLS|dispatch_key|get\w*Hooks|[gs]et_env|check_env|9serialize|dispatch_mode|set_enabled|CommandLineFlags|FlagParser")
+    r"|TLS|dispatch_key|get\w*Hooks|[gs]et_env|check_env|9serialize|dispatch_mode|set_enabled"
+    r"|CommandLineFlags|FlagParser")
 
 
 def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str]:
