@@ -838,7 +838,7 @@ def enter_sandbox(spec: dict, own_pids: bool) -> dict[str, str]:
         "death signal": lambda: libc("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0),
         "landlock": lambda: landlock(readable + ["/proc", "/sys"],
                                      writable + nodes + ["/proc/self"]),
-        # GUESS: CUDA may need those calls for its start, which has not been tried
+        # CUDA may need those calls for its start: not tried on a GPU
         "seccomp": lambda: seccomp(candidate=not writable and spec["device"] == "cpu"),
     }.items():
         try:
@@ -2321,12 +2321,13 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             continue
         for future in ready:
             request, built = building.pop(future), future.result()
-            task, kernel = request.owner.task, chat.decode(request.completion_ids)
-            verdict = verdicts.get((task.id, kernel))
-            if verdict is None or verdict.outcome == "judge_error":
-                verdict = built if isinstance(built, Verdict) else judge.check(task, built)
-                verdicts[task.id, kernel] = verdict
-            settle(request, verdict)
+            if isinstance(built, Verdict):
+                settle(request, built)
+                continue
+            task, key = request.owner.task, (request.owner.task.id, built.code)
+            if key not in verdicts or verdicts[key].outcome == "judge_error":
+                verdicts[key] = judge.check(task, built)
+            settle(request, verdicts[key])
 
 
 # ---- 11. GRPO loss and update (paper 3.3, 4.2, 6.1) ----------------------------------------------

@@ -1637,7 +1637,7 @@ def test_an_answer_without_a_kernel_scores_zero_and_equal_kernels_are_judged_onc
     assert all(t.score == pytest.approx(0.3 + len(t.kernel)) for t in present)
     assert judge.checked == len({t.kernel for t in present})
     judge = StubJudge()
-    roll(talker, judge, lambda ids: "</think>```\nsame\n```")
+    roll(talker, judge, lambda ids: f"{ids}</think>```\nsame\n```")  # whatever was thought
     assert judge.checked == 1
 
 
