@@ -44,6 +44,7 @@ or _ms. Not covered: full fine-tuning, sharded models. The sandbox's limits: see
 
 import argparse
 import ast
+import collections
 import contextlib
 import ctypes
 import difflib
@@ -78,6 +79,7 @@ import threading
 import time
 import types
 import urllib.parse
+import zlib
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
@@ -249,6 +251,11 @@ class Turn:
         verdict = row.pop("verdict")
         verdict = Verdict(**verdict | {"seeds": tuple(verdict["seeds"])})
         return Turn(return_=row.pop("return"), verdict=verdict, **row)
+
+    def light(self) -> "Turn":
+        """The turn without prompt, answer and tokens, which can take a megabyte and are logged."""
+        return replace(self, prompt="", completion="", prompt_ids=[], completion_ids=[],
+                       sampling_logprobs=[])
 
 
 @dataclass
@@ -2066,6 +2073,7 @@ def load_policy(config: Config) -> Policy:
 # ---- 9. Engine: sampling (paper C) ---------------------------------------------------------------
 
 SERVER_ATTEMPTS, SERVER_PAUSE_S = 7, 1.0  # pauses double: two minutes in all
+SERVER_TIMEOUT_S = 3600  # for one answer
 
 
 @dataclass
@@ -2200,16 +2208,23 @@ class Server:
     run in parallel; 429, 5xx and broken connections are tried again. The key is OPENAI_API_KEY.
     """
 
-    control_tokens = ()
+    # a server does not name them; these are Qwen's
+    control_tokens = ("<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
     def __init__(self, url: str, config: Config):
         from huggingface_hub import InferenceClient
 
         key = os.environ.get("OPENAI_API_KEY", "none")
-        self.client = InferenceClient(base_url=url, api_key=key, timeout=3600)
+        self.client = InferenceClient(base_url=url, api_key=key, timeout=SERVER_TIMEOUT_S)
         self.url, self.config, self.pool = url, config, ThreadPoolExecutor(config.max_batch)
         self.running: dict[Future, Request] = {}
-        self.used = {"prompt": 0, "completion": 0}  # tokens, as the server counts them
+        self.lock = threading.Lock()
+        self.used = {"prompt_tokens": 0, "completion_tokens": 0}  # as the server counts
+        # what is asked for beside the limit: all of it, until the server refuses a part. Servers
+        # cut the distribution at the model's top_k and top_p unless told not to, and OpenAI's
+        # reasoning models fix everything
+        plain = {"temperature": config.temperature, "top_p": 1.0}
+        self.sampling = [plain | {"extra_body": {"top_k": -1}}, plain, {}]
 
     def __len__(self) -> int:
         return len(self.running)
@@ -2244,22 +2259,40 @@ class Server:
 
         seed = draws.getrandbits(31)
         for attempt in range(SERVER_ATTEMPTS):
+            way = self.sampling[0]
+            limit = {"max_tokens": max_new_tokens, "seed": seed} if way else {
+                "extra_body": {"max_completion_tokens": max_new_tokens}}
             try:
-                found = self.client.chat_completion(
-                    messages, model=self.config.model, max_tokens=max_new_tokens, seed=seed,
-                    temperature=self.config.temperature)
-                choice = found.choices[0]
-                text, reasoning = choice.message.content or "", choice.message.reasoning or ""
-                for kind in self.used:
-                    self.used[kind] += getattr(found.usage, f"{kind}_tokens", 0)
-                text = text if "</think>" in text else f"{reasoning}\n</think>\n{text}"
-                return text, "length" if choice.finish_reason == "length" else "stop"
+                return self.answer(self.client.chat_completion(
+                    messages, model=self.config.model, **limit, **way))
             except (HTTPError, OSError, ValueError, IndexError) as e:
-                status, fault = getattr(getattr(e, "response", None), "status_code", 500), e
-                if status != 429 and status < 500:
-                    break
+                response = getattr(e, "response", None)
+                status, fault = getattr(response, "status_code", 500), e
+            if status in (400, 422) and way:
+                with self.lock:  # others may have been refused the same at the same time
+                    if self.sampling[0] is way:
+                        self.sampling = self.sampling[1:]
+                continue
+            if status != 429 and status < 500:
+                break
             time.sleep(SERVER_PAUSE_S * 2**attempt * (1 + random.random()))
-        raise UserError(f"{self.url} gave no answer: {str(fault).splitlines()[0]}")
+        words = " ".join((getattr(response, "text", "") or str(fault)).split())
+        raise UserError(f"{self.url} gave no answer: {words[:500]}")
+
+    def answer(self, found) -> tuple[str, str]:
+        """Text and finish reason of a response; an answer cut within its thought stays unclosed."""
+        choice = found.choices[0]
+        text, message = (choice.message.content or "").strip(), choice.message
+        thought = message.reasoning or getattr(message, "reasoning_content", None) or ""
+        with self.lock:
+            for kind in self.used:
+                self.used[kind] += getattr(found.usage, kind, 0)
+        cut = choice.finish_reason == "length"
+        if thought:
+            text = f"{thought}\n</think>\n{text}" if text else thought
+        elif "</think>" not in text and not cut:  # if it was cut, it may all be thought
+            text = f"</think>\n{text}"
+        return text.removeprefix("<think>").lstrip(), "length" if cut else "stop"
 
 
 # ---- 10. Rollout: turns of trajectories, decoding and judging interleaved (paper 4, C) -----------
@@ -2274,8 +2307,8 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
 
     Finished answers compile in the background while others decode. When enough are built, or
     nothing decodes, decoding pauses, the judge has the device to itself, and the next prompts join
-    the batch. on_turn(turn) is called for each new turn. A kernel that was already judged in this
-    rollout keeps its verdict (GUESS): another timing would only add noise.
+    the batch. on_turn(turn) is called for each new turn and returns what is to be kept of it. A
+    kernel judged before in this rollout keeps its verdict (GUESS): timing it again only adds noise.
     """
     device, faults = (judge.device, judge.device_name), 0
     building: dict[Future, Request] = {}
@@ -2297,12 +2330,11 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             raise JudgeFault(f"the judge failed {faults} times in a row: {verdict.message}")
         owner, text = request.owner, chat.decode(request.completion_ids)
         _, kernel, summary = parse_response(text)
-        owner.turns.append(Turn(
+        owner.turns.append(on_turn(Turn(
             owner.task.id, owner.step, owner.index, len(owner.turns), request.prompt, text,
             request.prompt_ids, request.completion_ids, request.logprobs, request.finish_reason,
             kernel, summary, verdict, feedback(verdict),
-            kernel_score(verdict, config.correct_weight)))
-        on_turn(owner.turns[-1])
+            kernel_score(verdict, config.correct_weight))))
         ask(owner)
 
     for trajectory in trajectories:
@@ -2485,10 +2517,11 @@ def open_run(config: Config, command: str) -> Path:
     return run
 
 
-def read_turns(path: Path) -> list[Turn]:
-    """Turns of a log; a torn last line (the process was killed in it) is ignored."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [Turn.from_json(line.decode()) for line in lines]
+def read_turns(path: Path):
+    """Turns of a log, one by one; a torn last line (the process was killed in it) is ignored."""
+    if path.exists():
+        with open(path, "rb") as file:
+            yield from (Turn.from_json(line.decode()) for line in file if line.endswith(b"\n"))
 
 
 def append_lines(path: Path, lines: list[str]) -> None:
@@ -2585,7 +2618,7 @@ def keep_best(group: list[Trajectory], beam: int) -> list[Trajectory]:
 
 
 def run_rollout(engine, judge, policy, tasks: list[Task], step: int, config: Config, limit: int,
-                recorded: dict, log: Path, title: str) -> list[Turn]:
+                recorded: dict, log: Path, title: str, keep=lambda turn: turn) -> list[Turn]:
     """All turns of some tasks in a step: the recorded ones, then the rest, logged one by one.
 
     With config.beam the trajectories are selected after every turn, and all turns of what is left
@@ -2599,6 +2632,7 @@ def run_rollout(engine, judge, policy, tasks: list[Task], step: int, config: Con
         def on_turn(turn):
             append_lines(log, [turn.to_json()])
             bar.update()
+            return keep(turn)
 
         for until in range(1, config.turns + 1) if config.beam else [config.turns]:
             for trajectory in group:
@@ -2682,12 +2716,16 @@ def train(config: Config) -> None:
         print(f"run folder: {run}")
 
 
+def outcome_shares(shares: dict[str, float]) -> str:
+    """What occurred: "hack 25%, correct 75%"."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
+
+
 def print_step(metrics: dict, header: bool) -> None:
     """One line of training's table: step, score, correct, speedup, outcomes."""
     if header:
         print(f"{'step':>4} {'score':>6} {'correct':>7} {'speedup':>7}  outcomes")
-    shares = {name: metrics["outcome/" + name] for name in OUTCOMES}
-    outcomes = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
+    outcomes = outcome_shares({name: metrics["outcome/" + name] for name in OUTCOMES})
     print(f"{metrics['step'] + 1:>4} {metrics['score/mean']:>6.2f} "
           f"{metrics['kernel/correct']:>7.0%} {metrics['kernel/speedup']:>6.2f}x  {outcomes}",
           flush=True)
@@ -2719,21 +2757,28 @@ def reference_ms(task: Task, device: str, compiled: bool = False) -> float:
     return statistics.median(times[3:])
 
 
-def against_compiled(turns: list[Turn], tasks: list[Task], device: str) -> list[Turn]:
-    """The turns with their speedups over torch.compile instead of PyTorch eager."""
-    ms = {task.id: reference_ms(task, device, compiled=True) for task in tasks}
+def against_compiled(turns: list[Turn], ms: dict[str, float]) -> list[Turn]:
+    """The turns with their speedups over torch.compile's ms of a task instead of PyTorch eager."""
     return [replace(t, verdict=replace(t.verdict, speedup=ms[t.task] / t.verdict.runtime_ms))
             if t.verdict.outcome == "correct" else t for t in turns]
 
 
 MEASURES = {"correct": lambda s: float(s > 0), "speedup": float, "fast1": lambda s: float(s >= 1),
             "fast1.5": lambda s: float(s >= 1.5)}
+COLUMNS = [f"{measure}/{kind}" for measure in MEASURES for kind in ("best", "avg")]
 PAPER_ROWS = {  # PAPER: Table 1, its own 100 tasks and H200s; shares, and speedups over eager
     "Kevin-32B": (0.82, 0.46, 1.10, 0.40, 0.43, 0.15, 0.20, 0.06),
     "single-turn RL": (0.82, 0.45, 0.85, 0.35, 0.43, 0.16, 0.16, 0.04),
     "QwQ-32B": (0.56, 0.11, 0.53, 0.08, 0.23, 0.03, 0.10, 0.01),
     "o4-mini": (0.38, 0.22, 0.78, 0.27, 0.21, 0.07, 0.13, 0.06),
     "o3-mini": (0.27, 0.08, 0.30, 0.08, 0.09, 0.02, 0.04, 0.02)}
+PAPER_ROWS = {name: dict(zip(COLUMNS, row)) for name, row in PAPER_ROWS.items()}
+
+
+def table_cells(row: dict[str, float]) -> dict[str, str]:
+    """The columns of the paper's tables that a row has, speedups as 1.23x and shares as 45%."""
+    return {name: f"{row[name]:.2f}x" if "speedup" in name else f"{row[name]:.0%}"
+            for name in COLUMNS if name in row}
 
 
 def best_speedups(turns: list[Turn], until: int | None = None) -> dict[str, list[float]]:
@@ -2784,17 +2829,20 @@ def evaluation_row(turns: list[Turn]) -> dict[str, float]:
 
 
 def evaluation_results(turns: list[Turn], tasks: list[Task], name: str) -> dict[str, dict]:
-    """rows (all, per level), curves by turn and by k (Figures 5, 6), outcome shares by turn."""
+    """rows (all, by level and source), curves by turn and by k (Figures 5, 6), outcomes by turn."""
     rows = {name: evaluation_row(turns)}
-    levels = {str(t.level): {u.id for u in tasks if u.level == t.level} for t in tasks}
+    levels = {f"level {t.level}": {u.id for u in tasks if u.level == t.level} for t in tasks}
+    if len(levels) > 2:  # the paper's two sources: new tasks, and those held out of levels 1 and 2
+        levels["held out"] = {t.id for t in tasks if t.level in (1, 2)}
     for level, ids in levels.items() if len(levels) > 1 else ():
-        rows[f"{name}, level {level}"] = evaluation_row([t for t in turns if t.task in ids])
+        rows[f"{name}, {level}"] = evaluation_row([t for t in turns if t.task in ids])
     length = max(t.turn for t in turns) + 1
     by_turn = [best_speedups(turns, n + 1).values() for n in range(length)]
-    values = best_speedups(turns).values()
+    tasks_best = best_speedups(turns)
+    values = tasks_best.values()
     by_k = [mean(best_at_k(v, k) for v in values) for k in range(1, min(map(len, values)) + 1)]
     mix = [[t.verdict.outcome for t in turns if t.turn == n] for n in range(length)]
-    return {"rows": rows, "by_k": {name: by_k},
+    return {"rows": rows, "by_k": {name: by_k}, "speedups": {name: tasks_best},
             "by_turn": {name: [mean(map(max, found)) for found in by_turn]},
             "outcomes": {name: [{o: mean(x == o for x in same) for o in OUTCOMES if o in same}
                                 for same in mix]}}
@@ -2805,12 +2853,11 @@ def print_evaluation(results: dict, k: int, paper: bool) -> None:
     width = max(14, *map(len, results["rows"]))
     print(f"{'':{width}} {'correct':^15} {'speedup':^15} {'fast1':^15} {'fast1.5':^15}  mean  geom."
           f"\n{'':{width}}" + f" {f'best@{k}':>7} {f'avg@{k}':>7}" * 4 + "  score  mean")
-    table = {name: [row[f"{m}/{kind}"] for m in MEASURES for kind in ("best", "avg")]
-             for name, row in results["rows"].items()}
-    for name, values in (table | (PAPER_ROWS if paper else {})).items():
-        cells = [f"{v:>6.2f}x" if i in (2, 3) else f"{v:>7.0%}" for i, v in enumerate(values)]
-        row = results["rows"].get(name)
-        more = f"{row['score']:>6.2f} {row['speedup/geometric']:>5.2f}x" if row else "  (paper)"
+    for name, row in (results["rows"] | (PAPER_ROWS if paper else {})).items():
+        cells = [f"{cell:>7}" for cell in table_cells(row).values()]
+        more = "  (paper)"
+        if "score" in row:
+            more = f"{row['score']:>6.2f} {row['speedup/geometric']:>5.2f}x"
         print(f"{name:{width}} {' '.join(cells)} {more}")
     for name, row in results["rows"].items():
         print(f"{name}: speedup best@{k} {row['speedup/best']:.2f}, 95 % interval over tasks "
@@ -2818,6 +2865,11 @@ def print_evaluation(results: dict, k: int, paper: bool) -> None:
     for title, key in (("by turn", "by_turn"), ("by k", "by_k")):
         for name, curve in results[key].items():
             print(f"{name}, mean best speedup {title}: {' '.join(f'{v:.2f}' for v in curve)}")
+    for name, mix in results["outcomes"].items():
+        for turn, shares in enumerate(mix, 1):
+            print(f"{name}, turn {turn}: {outcome_shares(shares)}")
+    for name, cost in results["cost"].items():
+        print(f"{name}, cost: {', '.join(f'{what} {count:,}' for what, count in cost.items())}")
 
 
 def evaluate(config: Config) -> None:
@@ -2830,44 +2882,65 @@ def evaluate(config: Config) -> None:
     if config.api_base:
         variants, policy = [config.model], Server(config.api_base, config)
     elif config.tiny:
-        runs = [p.parent for p in Path("runs").glob("*/base") if checkpoints(p.parent)]
-        runs = [Path(config.adapter).resolve().parents[1]] if config.adapter else runs
-        if not runs or not checkpoints(runs[0]):
+        found = [c for p in Path("runs").glob("*/base") for c in checkpoints(p.parent)]
+        newest = str(max(found, key=lambda p: p.stat().st_mtime, default=""))
+        config = replace(config, adapter=config.adapter or newest)  # on record, for a resumed run
+        base = Path(config.adapter).resolve().parent.parent / "base"
+        if not config.adapter or not base.exists():
             raise UserError("no `train --tiny` run with a checkpoint under runs/; train first")
-        trained = max((checkpoints(p)[-1] for p in runs), key=lambda p: p.stat().st_mtime)
-        variants, policy = ["base", "adapter"], load_tiny(trained.parents[1] / "base", config,
-                                                          str(trained))
-        print(f"evaluating {trained} and its base")
+        variants, policy = ["base", "adapter"], load_tiny(base, config, config.adapter)
+        print(f"evaluating {config.adapter} and its base")
     else:
         policy = load_policy(config)
     run, results = open_run(config, "eval"), {}
-    recorded = {turn.key: turn for turn in read_turns(run / "turns.jsonl")}
+    log = run / "turns.jsonl"
+    recorded = {turn.key: turn.light() for turn in read_turns(log)}
     with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
                config.unsafe) as judge:
         longest = config.max_prompt_tokens + config.max_new_tokens
         engine = policy if config.api_base else Engine(policy, config.max_batch,
                                                        config.temperature, longest)
+        compiled = {task.id: reference_ms(task, judge.device, compiled=True)
+                    for task in tasks if config.compile_baseline}
         for step, name in enumerate(variants):
             plain = name == "base" and not config.api_base
             with policy.lm.disable_adapter() if plain else contextlib.nullcontext():
                 turns = run_rollout(engine, judge, policy, tasks, step, config,
-                                    config.max_new_tokens, recorded, run / "turns.jsonl", name)
+                                    config.max_new_tokens, recorded, log, name, Turn.light)
             shown = {name: turns}
-            if config.compile_baseline:
-                shown[f"{name} / compile"] = against_compiled(turns, tasks, judge.device)
+            if compiled:
+                shown[f"{name} / compile"] = against_compiled(turns, compiled)
             for title, found in shown.items():
                 for key, part in evaluation_results(found, tasks, title).items():
-                    results.setdefault(key, {}).update(part)
+                    if title == name or key != "outcomes":  # a baseline does not change these
+                        results.setdefault(key, {}).update(part)
+    results["compiled_ms"] = compiled
+    cost = results["cost"] = {name: collections.Counter() for name in variants}
+    for turn in read_turns(log):  # all that was sampled, so also what a beam dropped
+        cost[variants[turn.step]].update(turns=1, prompt_tokens=len(turn.prompt_ids),
+                                         completion_tokens=len(turn.completion_ids))
     if config.api_base:
-        results["tokens"] = {config.model: policy.used}
-        print(f"tokens by the server's count in this session: {policy.used}")
+        cost[config.model] = dict(cost[config.model]) | policy.used
+        print(f"the server was asked for {policy.sampling[0] or 'its own sampling'}")
     print_evaluation(results, config.trajectories, paper=not config.tiny)
     write_whole(run / "results.json", json.dumps(results, indent=1).encode())
     print(f"run folder: {run}")
 
 
+def differences(was: Turn, now: Turn, names: tuple[str, ...]) -> int:
+    """How many of the attributes differ between the log and the recomputation; each is printed."""
+    wrong = 0
+    for name in names:
+        a, b = getattr(was, name), getattr(now, name)
+        close = isinstance(a, float) and isinstance(b, float) and abs(a - b) < 1e-9
+        if a != b and not close:
+            wrong += 1
+            print(f"{was.key}: {name.strip('_')} is {a!r} in the log, {b!r} recomputed")
+    return wrong
+
+
 def audit(run: Path) -> int:
-    """Recomputes kernels, feedback, scores, returns and advantages from a training run's log.
+    """Recomputes kernels, feedback, scores, returns and advantages from a run's log.
 
     Prints what disagrees, and returns how much.
     """
@@ -2875,21 +2948,16 @@ def audit(run: Path) -> int:
         raise UserError(f"{run} holds no run (config.json)")
     config, wrong = Config(**json.loads((run / "config.json").read_text())), 0
     steps: dict[int, list[Turn]] = {}
-    for turn in read_turns(run / "turns.jsonl"):
-        steps.setdefault(turn.step, []).append(turn)
+    for was in read_turns(run / "turns.jsonl"):
+        now = replace(was, score=kernel_score(was.verdict, config.correct_weight),
+                      kernel=parse_response(was.completion)[1], feedback=feedback(was.verdict))
+        wrong += differences(was, now, ("kernel", "feedback", "score"))
+        steps.setdefault(was.step, []).append(now.light())
     for turns in steps.values():
         turns.sort(key=lambda t: t.key)
-        again = [replace(t, score=kernel_score(t.verdict, config.correct_weight),
-                         kernel=parse_response(t.completion)[1], feedback=feedback(t.verdict))
-                 for t in turns]
-        graded = turns[0].advantage is not None  # an evaluation has no returns
-        for was, now in zip(turns, grade(again, config) if graded else again):
-            for name in ("kernel", "feedback", "score", "return_", "advantage"):
-                a, b = getattr(was, name), getattr(now, name)
-                close = isinstance(a, float) and isinstance(b, float) and abs(a - b) < 1e-9
-                if a != b and not close:
-                    wrong += 1
-                    print(f"{was.key}: {name.strip('_')} is {a!r} in the log, {b!r} recomputed")
+        if turns[0].advantage is not None:  # an evaluation has no returns
+            wrong += sum(differences(was, now, ("return_", "advantage"))
+                         for was, now in zip(turns, grade(turns, config)))
     count = sum(len(turns) for turns in steps.values())
     print(f"{count} turns of {len(steps)} steps recomputed, {wrong} disagreements")
     return wrong
@@ -2900,10 +2968,13 @@ def show(run: Path, wanted: str) -> None:
     if not (run / "turns.jsonl").exists():
         raise UserError(f"{run} holds no run (turns.jsonl)")
     trajectories: dict[str, list[Turn]] = {}
-    for turn in sorted(read_turns(run / "turns.jsonl"), key=lambda t: t.key):
-        trajectories.setdefault(f"{turn.step}/{turn.task}/{turn.trajectory}", []).append(turn)
+    for turn in read_turns(run / "turns.jsonl"):
+        name = f"{turn.step}/{turn.task}/{turn.trajectory}"
+        trajectories.setdefault(name, []).append(turn if name == wanted else turn.light())
+    for turns in trajectories.values():
+        turns.sort(key=lambda t: t.key)
     if not wanted:
-        for name, turns in trajectories.items():
+        for name, turns in sorted(trajectories.items(), key=lambda item: item[1][0].key):
             print(name, *[f"{t.verdict.outcome} {t.score or 0:.2f}" for t in turns], sep="  ")
     elif wanted not in trajectories:
         raise UserError(f"{run} holds no trajectory {wanted}; `show {run}` lists them")
@@ -3059,11 +3130,15 @@ def slim_turn(turn: Turn) -> dict:
 def read_run(folder: Path, number: int) -> dict:
     """Name, config, results, series (xs, ys), and trajectories, whose addresses begin with number.
 
-    A prompt is kept from where it parts from the turn before's; of a key's turns the last counts.
+    Of a trajectory's turns it keeps what the index shows, and the rest packed; of a key's turns the
+    last counts.
     """
-    found: dict[tuple, dict[int, dict]] = {}
+    found: dict[tuple, dict[int, tuple[dict, bytes]]] = {}
     for turn in read_turns(folder / "turns.jsonl"):
-        found.setdefault(turn.key[:3], {})[turn.turn] = slim_turn(turn)
+        listed = {"turn": turn.turn + 1, "outcome": turn.verdict.outcome,
+                  "speedup": turn.verdict.speedup, "score": turn.score}
+        packed = zlib.compress(json.dumps(slim_turn(turn)).encode(), 1)
+        found.setdefault(turn.key[:3], {})[turn.turn] = listed, packed
     log, results = folder / "metrics.jsonl", folder / "results.json"
     rows = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # the last may be torn
     rows = [json.loads(row) for row in rows]
@@ -3073,24 +3148,31 @@ def read_run(folder: Path, number: int) -> dict:
         for key in (rows or [{}])[-1]}
     series |= {f"{kind}/{name}": (range(1, len(values) + 1), values)
                for kind in ("by_turn", "by_k") for name, values in results.get(kind, {}).items()}
-    trajectories, variants = [], list(results.get("by_turn", ()))
+    trajectories, variants = [], list(results.get("outcomes", ()))
     for (step, task, place), by_index in sorted(found.items()):
-        turns, name = [by_index[i] for i in sorted(by_index)], f"{step}/{task}/{place}"
-        for before, turn in reversed(list(itertools.pairwise(turns))):
-            turn["shared"] = len(os.path.commonprefix([before["prompt"], turn["prompt"]]))
-            turn["prompt"] = turn["prompt"][turn["shared"]:]
-            kernels = before["kernel"].splitlines(), turn["kernel"].splitlines()
-            turn["change"] = "\n".join([*difflib.unified_diff(*kernels, lineterm="")][2:])
+        name, turns = f"{step}/{task}/{place}", [by_index[i] for i in sorted(by_index)]
         trajectories.append({
             "id": urllib.parse.quote(f"{number}/{name}", errors="replace"), "name": name,
             "run": str(folder), "step": variants[step] if step < len(variants) else step,
-            "task": task, "turns": turns})
+            "task": task, "turns": [turn[0] for turn in turns],
+            "packed": [turn[1] for turn in turns]})
     return {"name": str(folder), "config": json.loads((folder / "config.json").read_text()),
             "series": series, "trajectories": trajectories, "results": results}
 
 
+def unpacked(rows: list[bytes]) -> list[dict]:
+    """A trajectory's turns, each prompt from where it parts from the turn before's."""
+    turns = [json.loads(zlib.decompress(row)) for row in rows]
+    for before, turn in reversed(list(itertools.pairwise(turns))):
+        turn["shared"] = len(os.path.commonprefix([before["prompt"], turn["prompt"]]))
+        turn["prompt"] = turn["prompt"][turn["shared"]:]
+        kernels = before["kernel"].splitlines(), turn["kernel"].splitlines()
+        turn["change"] = "\n".join([*difflib.unified_diff(*kernels, lineterm="")][2:])
+    return turns
+
+
 def figure(caption: str, xlabel: str, lines: dict[str, tuple], stacked: bool = False) -> str:
-    """An SVG of lines, label: (xs, ys), or of shares of all outcomes, stacked to areas."""
+    """An SVG of lines, label: (xs, ys), or of shares of all outcomes, stacked to bars."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -3100,11 +3182,12 @@ def figure(caption: str, xlabel: str, lines: dict[str, tuple], stacked: bool = F
         columns, file = max(1, 50 // (max(map(len, lines)) + 8)), io.StringIO()
         height = 2.1 + 0.15 * math.ceil(len(lines) / columns)  # inches: axes and legend
         drawn = Figure(figsize=(3.6, height), layout="constrained")
-        axes = drawn.add_subplot(xlabel=xlabel)
-        if stacked:
-            axes.stackplot(lines["correct"][0], [ys for _, ys in lines.values()], labels=lines)
-        else:
-            for label, (xs, ys) in lines.items():
+        axes, floor = drawn.add_subplot(xlabel=xlabel), None
+        for label, (xs, ys) in lines.items():
+            if stacked:
+                axes.bar(xs, ys, 0.9, floor, label=label)
+                floor = [y + below for y, below in zip(ys, floor or [0] * len(ys))]
+            else:
                 axes.plot(xs, ys, ".-", label=f" {label[-44:]}")  # "_" would hide it
         axes.set_ylim(0)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -3116,7 +3199,7 @@ def figure(caption: str, xlabel: str, lines: dict[str, tuple], stacked: bool = F
 
 
 def figures(runs: list[dict]) -> str:
-    """A figure for each of CURVES, runs together, and one of the outcomes of each training run."""
+    """A figure for each of CURVES, runs together, and of each run's outcomes by step or turn."""
     drawn = [(caption, start[3:-1] if start.startswith("by_") else "step", {
         f"{run['name']} {key[len(start):]}".strip(): line for run in runs
         for key, line in run["series"].items() if key.startswith(start)})
@@ -3124,25 +3207,30 @@ def figures(runs: list[dict]) -> str:
     drawn += [(f"Outcomes of {run['name']}", "step", {
         key[8:]: line for key, line in run["series"].items() if key.startswith("outcome/")}, True)
         for run in runs]
+    drawn += [(f"Outcomes of {name} of {run['name']}", "turn", {outcome: (
+        range(1, len(mix) + 1), [turn.get(outcome, 0) for turn in mix]) for outcome in OUTCOMES},
+        True) for run in runs for name, mix in run["results"].get("outcomes", {}).items()]
     return "".join(figure(*arguments) for arguments in drawn if arguments[2])
 
 
 def tables(runs: list[dict]) -> str:
     """HTML of what was logged, what evaluations found and how runs are configured, side by side."""
     logged, found, text = {}, {}, ""
+    config = {run["name"]: run["config"] for run in runs}
     for run in runs:
         turns = [turn for one in run["trajectories"] for turn in one["turns"]]
         scores = [turn["score"] for turn in turns if turn["score"] is not None]
         logged[run["name"]] = {"turns": len(turns), "score": mean(scores)} | {
             name: mean(turn["outcome"] == name for turn in turns) for name in OUTCOMES}
-        for name, row in run["results"].get("rows", {}).items():
-            ends = {m: [row[m + e] for e in ("/low", "/high")] for m in row if m + "/low" in row}
-            found[f"{name} of {run['name']}"] = {
-                m: "{:.3g} ({:.3g} to {:.3g})".format(value, *ends[m]) if m in ends else value
-                for m, value in row.items() if not m.endswith(("/low", "/high"))} | {
-                f"{kind}/{i}": value for kind in ("by_turn", "by_k")
-                for i, value in enumerate(run["results"].get(kind, {}).get(name, ()), 1)}
-    config = {run["name"]: run["config"] for run in runs}
+        k, n = (run["config"][size] for size in ("trajectories", "turns"))
+        for name, row in run["results"].get("rows", {}).items():  # as the paper's Tables 1 and 2
+            cells = {"trajectories x turns": f"{k} x {n} = {k * n}"} | table_cells(row) | {
+                m: row[m] for m in row if m not in COLUMNS and not m.endswith(("/low", "/high"))}
+            cells |= run["results"].get("cost", {}).get(name, {})
+            for column, value in cells.items():
+                ends = [row[column + end] for end in ("/low", "/high") if column + end in row]
+                found.setdefault(column, {})[f"{name} of {run['name']}"] = (
+                    "{} ({:.2f} to {:.2f})".format(value, *ends) if ends else value)
     for title, columns in (("Outcomes", logged), ("Evaluation", found), ("Configuration", config)):
         rows = [["", *columns]] + [[name, *(column.get(name, "") for column in columns.values())]
                                    for name in dict.fromkeys(itertools.chain(*columns.values()))]
@@ -3173,16 +3261,18 @@ def report(runs: list[Path], out: Path) -> None:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         return f'<script type="application/json" id="{name}">{text}</script>\n'
 
-    index = {"colours": dict(zip(OUTCOMES, PALETTE, strict=True)), "trajectories": [one | {
-        "turns": [{key: turn[key] for key in ("turn", "outcome", "speedup")}
-                  for turn in one["turns"]]} for one in trajectories]}
-    blocks = [block(one["id"], [turn | {key: cut(turn[key]) for key in ("prompt", "thought")}
-                                for turn in one["turns"]]) for one in trajectories]
+    rows = {one["id"]: one.pop("packed") for one in trajectories}
+    blocks = (block(name, [turn | {key: cut(turn[key]) for key in ("prompt", "thought")}
+                           for turn in unpacked(packed)]) for name, packed in rows.items())
+    index = {"colours": dict(zip(OUTCOMES, PALETTE, strict=True)), "trajectories": trajectories}
     parts = {"nonce": os.urandom(16).hex(), "tables": tables(read), "figures": figures(read),
              "index": block("index", index)}
     page = re.sub(r"@(\w+)@", lambda match: parts[match[1]], PAGE)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, "".join([page, *blocks]).encode(errors="replace"))
+    partial = out.with_name(f"{out.name}.partial")
+    with open(partial, "w", encoding="utf-8", errors="replace") as file:
+        file.writelines(itertools.chain([page], blocks))
+    partial.rename(out)
     print(f"{out}: {count} turns, {out.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -3503,7 +3593,7 @@ def load_tiny(folder: Path, config: Config, adapter: str = "") -> Policy:
 EVAL_ONLY = ("adapter", "api_base", "beam", "compile_baseline")
 EVAL_OPTIONS = """tasks model adapter api_base beam compile_baseline tiny turns trajectories
     temperature max_prompt_tokens max_new_tokens correct_weight lora_rank lora_alpha max_batch
-    build_jobs cache unsafe out seed""".split()
+    build_jobs cache unsafe out resume seed""".split()
 
 
 def make_parser(command: str) -> argparse.ArgumentParser:

@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import types
+import urllib.request
 from concurrent.futures import Future
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -107,6 +108,10 @@ def tokenizer():
 def policy(tokenizer):
     """For tests that do not change it; it never stops by itself."""
     return small_policy(tokenizer)
+
+
+def read_turns(path):
+    return list(kevin.read_turns(path))
 
 
 def make_turn(**changes):
@@ -1609,7 +1614,7 @@ def roll(policy, judge, decode=as_kernel, max_batch=8, seed=0, on_turn=lambda tu
     config = kevin.Config(turns=3, seed=seed, correct_weight=0.3)
     start = [kevin.Trajectory(TASK, 2, index) for index in range(4)]
     kevin.rollout(engine, judge, chat, start, config, 6,
-                  lambda turn: (turns.append(turn), on_turn(turn)))
+                  lambda turn: (turns.append(turn), on_turn(turn), turn)[2])
     assert [t.turns for t in start] == [[u for u in turns if u.trajectory == i] for i in range(4)]
     return turns
 
@@ -1892,11 +1897,11 @@ def test_both_updates_get_half_of_the_turns_and_the_processes_share_each_half(mo
 
 def test_a_torn_last_line_is_ignored_and_cut_off(tmp_path):
     log, lines = tmp_path / "turns.jsonl", [make_turn(turn=i).to_json() for i in range(3)]
-    assert kevin.read_turns(log) == []
+    assert read_turns(log) == []
     kevin.append_lines(log, lines[:2])
     with open(log, "a") as file:
         file.write(lines[2][:50])
-    assert [t.turn for t in kevin.read_turns(log)] == [0, 1]
+    assert [t.turn for t in read_turns(log)] == [0, 1]
     kevin.append_lines(log, lines[2:])
     assert log.read_text() == "".join(line + "\n" for line in lines)
 
@@ -2010,7 +2015,7 @@ def half(whole, tmp_path):
 
 
 def test_a_run_logs_every_turn_once_and_its_numbers_can_be_recomputed(whole, tmp_path, capsys):
-    turns = kevin.read_turns(whole / "turns.jsonl")
+    turns = read_turns(whole / "turns.jsonl")
     assert len({t.key for t in turns}) == len(turns) == 3 * 3 * 2 * 2
     assert any(t.advantage for t in turns)
     metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
@@ -2028,7 +2033,7 @@ def test_a_run_logs_every_turn_once_and_its_numbers_can_be_recomputed(whole, tmp
 
 
 def test_a_trajectory_can_be_read_in_the_terminal(whole, capsys):
-    first = min(kevin.read_turns(whole / "turns.jsonl"), key=lambda t: t.key)
+    first = min(read_turns(whole / "turns.jsonl"), key=lambda t: t.key)
     assert kevin.main(["show", str(whole)]) == 0
     name, listed = f"{first.step}/{first.task}/{first.trajectory}", capsys.readouterr().out
     assert listed.startswith(f"{name}  {first.verdict.outcome}") and len(listed.splitlines()) == 18
@@ -2040,13 +2045,13 @@ def test_a_trajectory_can_be_read_in_the_terminal(whole, capsys):
 def test_a_resumed_run_equals_an_uninterrupted_one(whole, half):
     resume(half)
     assert adapter(half) == adapter(whole)
-    logs = [[replace(t, prompt="") for t in kevin.read_turns(r / "turns.jsonl")]
+    logs = [[replace(t, prompt="") for t in read_turns(r / "turns.jsonl")]
             for r in (half, whole)]
     assert logs[0] == logs[1]
 
 
 def test_recorded_turns_of_a_killed_step_are_taken_up_unchanged(whole, half):
-    last = [t for t in kevin.read_turns(whole / "turns.jsonl") if t.step == 2]
+    last = [t for t in read_turns(whole / "turns.jsonl") if t.step == 2]
     tasks = sorted({t.task for t in last})
     kept = [t for t in last if t.task == tasks[0] or (t.trajectory, t.turn) == (1, 0)]
     mark = {"summary": "from before the kill", "return_": None, "advantage": None}
@@ -2055,7 +2060,7 @@ def test_recorded_turns_of_a_killed_step_are_taken_up_unchanged(whole, half):
     kevin.append_lines(half / "pending/rank-1", [t.to_json() for t in marked[:3]])
     kevin.append_lines(half / "pending/rank-0", [t.to_json() for t in marked[3:]])
     resume(half)
-    turns = [t for t in kevin.read_turns(half / "turns.jsonl") if t.step == 2]
+    turns = [t for t in read_turns(half / "turns.jsonl") if t.step == 2]
     assert sorted(t.key for t in turns) == sorted(t.key for t in last)
     found = [replace(t, return_=None, advantage=None) for t in turns
              if t.summary == "from before the kill"]
@@ -2136,10 +2141,15 @@ def test_best_at_k_is_the_best_trajectory_and_avg_at_k_their_mean():
     assert results["by_turn"]["x"] == [(1.2 + 0) / 2, (2.0 + 0) / 2]
     assert results["by_k"]["x"] == pytest.approx([1.05 / 2, 9.4 / 12, 7.2 / 8, 1.0])
     assert results["outcomes"]["x"][0] == {"incorrect": 0.75, "correct": 0.25}
+    assert results["speedups"]["x"] == {"A": [2.0, 1.0, 0.0, 1.2], "B": [0.0] * 4}
     levels = [replace(TASK, id="A", level=1), replace(TASK, id="B", level="new")]
     rows = kevin.evaluation_results(turns, levels, "x")["rows"]
     assert {n: r["correct/best"] for n, r in rows.items()} == {
         "x": 0.5, "x, level 1": 1, "x, level new": 0}
+    levels += [replace(TASK, id="C", level=2)]
+    turns += [replace(turns[0], task="C")]
+    rows = kevin.evaluation_results(turns, levels, "x")["rows"]
+    assert rows["x, held out"]["correct/best"] == 0.5, "A and C of levels 1 and 2"
 
 
 def test_best_at_k_is_the_mean_of_the_maximum_over_all_choices_of_k():
@@ -2176,7 +2186,7 @@ def test_an_evaluation_compares_base_and_adapter_and_goes_on_where_it_stopped(wh
                 (out / "turns.jsonl").write_text("\n".join(lines[:cut]) + "\n")
                 kevin.evaluate(config)
         rows.append(json.loads((out / "results.json").read_text()))
-        turns = sorted(kevin.read_turns(out / "turns.jsonl"), key=lambda t: t.key)
+        turns = sorted(read_turns(out / "turns.jsonl"), key=lambda t: t.key)
         logs.append([replace(t, sampling_logprobs=[]) for t in turns])  # rounded as the batch is
     assert rows[0] == rows[1] and set(rows[0]["rows"]) == {"base", "adapter"}
     assert logs[0] == logs[1]
@@ -2189,7 +2199,7 @@ def test_an_evaluation_compares_base_and_adapter_and_goes_on_where_it_stopped(wh
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """A chat server that answers with the next of its script: a status, "cut", or a message."""
+    """A chat server that answers with the next of its script: a status, "cut", "slow", or a message."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -2198,8 +2208,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             script = self.server.script
             answer = script.pop(0) if len(script) > 1 else script[0]
         status = answer if isinstance(answer, int) else 200
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **(
-            answer if isinstance(answer, dict) else {"content": ""})}}
+        if answer == "slow":
+            time.sleep(1)
+        message = {"role": "assistant", **(answer if isinstance(answer, dict) else {})}
+        reason = message.pop("finish_reason", "stop")
+        choice = {"index": 0, "finish_reason": reason, "message": message}
         data = json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m",
                            "system_fingerprint": "", "choices": [choice], "usage": {
                                "prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}})
@@ -2228,54 +2241,203 @@ def chat_server(monkeypatch):
 
 @pytest.mark.parametrize(("message", "thought", "kernel"), [
     ({"content": "```\na\n```", "reasoning": "Okay."}, "Okay.", "a"),
+    ({"content": "```\na\n```", "reasoning_content": "Okay."}, "Okay.", "a"),
+    ({"content": "</think>```\na\n```", "reasoning_content": "Okay."}, "Okay.", "a"),
     ({"content": "Okay.\n</think>\n```\na\n```"}, "Okay.", "a"),
+    ({"content": "<think>\nOkay.\n</think>\n```\na\n```"}, "Okay.", "a"),
     ({"content": "```\na\n```"}, "", "a"),
+    ({"content": "", "reasoning": "Okay. ```\na\n```"}, "Okay. ```\na\n```", None),
 ])
 def test_a_servers_thought_may_be_a_field_or_marked_or_absent(
-        chat_server, message, thought, kernel):
+        chat_server, monkeypatch, message, thought, kernel):
     url, server = chat_server
-    server.script = [503, 429, "cut", message]
+    monkeypatch.setattr(kevin, "SERVER_TIMEOUT_S", 0.5)
+    server.script = [503, 429, "cut", "slow", message]
     model = kevin.Server(url, kevin.Config(model="m", temperature=0.5))
     text, reason = model.ask([{"role": "user", "content": "Hi"}], 99, random.Random(1))
     assert kevin.parse_response(text)[:2] == (thought, kernel) and reason == "stop"
-    assert len(server.bodies) == 4 and model.used == {"prompt": 5, "completion": 7}
+    assert len(server.bodies) == 5
+    assert model.used == {"prompt_tokens": 5, "completion_tokens": 7}
     path, _, body = server.bodies[-1]
     assert path == "/v1/chat/completions" and body["messages"][0]["content"] == "Hi"
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 99, 0.5)
+    assert (body["top_p"], body["top_k"]) == (1, -1)
 
 
-@pytest.mark.parametrize(("status", "attempts"), [(400, 1), (401, 1), (500, 3)])
-def test_a_server_that_refuses_or_stays_broken_is_a_user_error(
+@pytest.mark.parametrize(("message", "kernel"), [
+    ({"content": "Okay, a draft: ```\na\n```"}, None),
+    ({"content": "Okay.</think>```\na\n```And"}, "a"),
+    ({"content": "```\na\n```And", "reasoning": "Okay."}, "a"),
+])
+def test_an_answer_that_was_cut_has_a_kernel_only_after_its_thought(chat_server, message, kernel):
+    url, server = chat_server
+    server.script = [message | {"finish_reason": "length"}]
+    text, reason = kevin.Server(url, kevin.Config()).ask([], 99, random.Random(1))
+    assert kevin.parse_response(text)[1] == kernel and reason == "length"
+
+
+def test_what_a_server_refuses_is_not_asked_of_it_again(chat_server):
+    url, server = chat_server
+    model = kevin.Server(url, kevin.Config(temperature=0.5))
+    asked = []
+    for script in ([400, {"content": "a"}], [422, {"content": "a"}], [{"content": "a"}]):
+        server.script, server.bodies = script, []
+        model.ask([], 9, random.Random(1))
+        asked.append([{*body} - {"messages", "model", "stream"} for _, _, body in server.bodies])
+    plain, own = {"max_tokens", "seed", "temperature", "top_p"}, {"max_completion_tokens"}
+    assert asked == [[plain | {"top_k"}, plain], [plain, own], [own]]
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(400, 3), (401, 1), (500, 3)])
+def test_a_server_that_refuses_or_stays_broken_is_a_user_error_in_its_own_words(
         chat_server, monkeypatch, status, attempts):
     url, server = chat_server
     server.script = [status]
     monkeypatch.setattr(kevin, "SERVER_ATTEMPTS", 3)
-    with pytest.raises(kevin.UserError, match=re.escape(url)):
+    with pytest.raises(kevin.UserError, match=f"{re.escape(url)} gave no answer: .*chat.completion"):
         kevin.Server(url, kevin.Config()).ask([], 9, random.Random(1))
     assert len(server.bodies) == attempts
 
 
-def evaluate_server(url, out, *argv):
+def test_a_server_that_is_not_there_is_a_user_error(monkeypatch):
+    monkeypatch.setattr(kevin, "SERVER_PAUSE_S", 0.001)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+    with pytest.raises(kevin.UserError, match=f"{re.escape(url)} gave no answer: .*refused"):
+        kevin.Server(url, kevin.Config()).ask([], 9, random.Random(1))
+
+
+def evaluate(out, *argv, judge=TextJudge):
+    """The turns and results of an evaluation of the tiny tasks."""
     config = kevin.parse_config("eval", [
-        "--tiny", "--tasks", str(ROOT / "tasks.jsonl"), "--turns", "2", "--k", "2", "--model", "m",
-        "--api-base", url, "--out", str(out), "--max-prompt-tokens", "4096", *argv])
+        "--tiny", "--tasks", str(ROOT / "tasks.jsonl"), "--turns", "2", "--k", "2", "--out",
+        str(out), "--max-prompt-tokens", "4096", *argv])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kevin, "Judge", TextJudge)
+        patch.setattr(kevin, "Judge", judge)
         kevin.evaluate(config)
+    return read_turns(out / "turns.jsonl"), json.loads((out / "results.json").read_text())
+
+
+def evaluate_server(url, out, *argv):
+    return evaluate(out, "--model", "m", "--api-base", url, *argv)
 
 
 def test_an_evaluation_of_a_server_asks_it_for_every_turn(chat_server, tmp_path):
     url, server = chat_server
     server.script = [500, {"content": "```\n14 \u00e4\n```\nSaid.", "reasoning": "Okay."}]
     evaluate_server(url, tmp_path / "run")
-    turns = kevin.read_turns(tmp_path / "run/turns.jsonl")
+    turns = read_turns(tmp_path / "run/turns.jsonl")
     assert len({t.key for t in turns}) == len(turns) == 3 * 2 * 2
     assert {(t.kernel, t.summary) for t in turns} == {("14 \u00e4", "Said.")}
     lengths = sorted(len(body["messages"]) for _, _, body in server.bodies)
     assert lengths == [1] * 7 + [3] * 6, "second turns hold the first; one request was repeated"
     results = json.loads((tmp_path / "run/results.json").read_text())
-    assert results["rows"]["m"]["correct/avg"] == 1 and results["tokens"]["m"]["completion"] == 84
+    assert results["rows"]["m"]["correct/avg"] == 1 and results["cost"]["m"] == {
+        "turns": 12, "prompt_tokens": 12 * 5, "completion_tokens": 12 * 7}
     assert kevin.main(["audit", str(tmp_path / "run")]) == 0
+
+
+serving = pytest.mark.skipif(not transformers.utils.import_utils.is_serve_available(),
+                             reason="needs transformers[serving]")
+
+
+@contextlib.contextmanager
+def served(model, log):
+    """The address of transformers' own server, a process that answers with the model."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model),
+            "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    with open(log, "wb") as out, subprocess.Popen(
+            argv, stdout=out, stderr=out, env=os.environ | {
+                "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}) as server:
+        try:
+            for _ in range(600):
+                with contextlib.suppress(OSError), urllib.request.urlopen(
+                        f"http://127.0.0.1:{port}/health"):
+                    break
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """A tiny run whose base has learnt to answer, and in to_serve the same model for a server.
+
+    There it is a Llama, since the server takes another tokenizer for a Qwen2 than the folder's; and
+    it says how to sample where the API cannot.
+    """
+    run = tmp_path_factory.mktemp("learnt")
+    tasks = [t for t in kevin.load_tasks(str(ROOT / "tasks.jsonl")) if t.level == "tiny"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kevin, "TINY_WARMUP", 40)
+        patch.setattr(kevin, "cpu_name", lambda: StubJudge.device_name)
+        policy = kevin.tiny_policy(run, tasks, kevin.Config(**kevin.TINY), True, lambda: None)
+    policy.lm.save_pretrained(run / "checkpoints/step-1")
+    qwen = transformers.AutoModelForCausalLM.from_pretrained(run / "base")
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{
+        key: value for key, value in qwen.config.to_dict().items()
+        if key not in ("model_type", "architectures")}, attention_bias=True))
+    missing = llama.load_state_dict(qwen.state_dict(), strict=False).missing_keys
+    for name, parameter in llama.named_parameters():
+        if name in missing:
+            parameter.data.zero_()
+    assert all(name.endswith("o_proj.bias") for name in missing)
+    ids = torch.arange(50)[None]
+    close(llama(ids).logits, qwen(ids).logits, 1e-4)
+    llama.generation_config.update(do_sample=True, top_k=0)
+    llama.save_pretrained(run / "to_serve")
+    policy.tokenizer.save_pretrained(run / "to_serve")
+    return run
+
+
+def standard_errors(turns, others):
+    """By how many standard errors two evaluations differ in scores, kernels and answers."""
+    measures = {"score": lambda t: t.score, "kernel": lambda t: t.kernel is not None,
+                "cut": lambda t: t.finish_reason == "length",
+                "thought": lambda t: t.kernel and len(kevin.parse_response(t.completion)[0]) or 0,
+                "length": lambda t: len(" ".join(t.completion.split()))}
+    apart = {}
+    for name, measure in measures.items():
+        sums = []
+        for group in (turns, others):
+            found = {}  # the turns of a trajectory depend on each other
+            for turn in group:
+                found.setdefault(turn.key[:3], []).append(float(measure(turn)))
+            sums.append([sum(values) for values in found.values()])
+        noise = sum(statistics.variance(values) / len(values) for values in sums) ** 0.5
+        apart[name] = abs(statistics.fmean(sums[0]) - statistics.fmean(sums[1])) / (noise or 1e-9)
+    return apart
+
+
+@serving
+@pytest.mark.parametrize("field", [True, False])
+def test_an_evaluation_through_a_real_server_agrees_with_the_local_one(learnt, tmp_path, field):
+    base = Path(shutil.copytree(learnt / "to_serve", tmp_path / "base"))
+    if field:  # the server finds the thought and gives it in a field of its own
+        config = json.loads((base / "tokenizer_config.json").read_text())
+        config["response_template"] = {
+            "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": {
+                "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+                "content": {"close": "<|im_end|>", "content": "text"}}}
+        (base / "tokenizer_config.json").write_text(json.dumps(config))
+    argv = ["--k", "24", "--max-new-tokens", "160"]
+    checkpoint = str(learnt / "checkpoints/step-1")  # its adapter is fresh: both rows are the base
+    local, _ = evaluate(tmp_path / "local", *argv, "--adapter", checkpoint, judge=StubJudge)
+    with served(base, tmp_path / "serve.log") as url:
+        argv += ["--api-base", url, "--model", str(base)]
+        turns, results = evaluate(tmp_path / "server", *argv, judge=StubJudge)
+        cold, _ = evaluate(tmp_path / "cold", *argv, "--temperature", "0.4", judge=StubJudge)
+    assert len(turns) == 3 * 24 * 2 and len({t.kernel for t in turns}) > 20
+    apart = standard_errors(turns, local)
+    assert max(apart.values()) < 4, apart
+    assert max(standard_errors(cold, local).values()) > 4, "another temperature is noticed"
+    policy = kevin.load_tiny(learnt / "base", kevin.Config(**kevin.TINY))
+    prompts = [policy.render(json.loads(t.prompt))[1] for t in turns]
+    assert results["cost"][str(base)]["prompt_tokens"] == sum(map(len, prompts))
 
 
 def test_beam_search_copies_the_fastest_trajectories_and_goes_on_where_it_stopped(
@@ -2284,7 +2446,7 @@ def test_beam_search_copies_the_fastest_trajectories_and_goes_on_where_it_stoppe
     server.script = [{"content": f"```\n{'14 ' * i}{'7 ' * (9 - i)}\n```"} for i in range(9)] * 9
     evaluate_server(url, tmp_path / "run", "--k", "4", "--turns", "3", "--beam", "2")
     log = tmp_path / "run/turns.jsonl"
-    turns = {t.key: t for t in kevin.read_turns(log)}
+    turns = {t.key: t for t in read_turns(log)}
     assert len(turns) == 3 * 4 * 3
     for task in {t.task for t in turns.values()}:
         first = [turns[0, task, i, 0] for i in range(4)]
@@ -2295,16 +2457,15 @@ def test_beam_search_copies_the_fastest_trajectories_and_goes_on_where_it_stoppe
     results = (tmp_path / "run/results.json").read_text()
     log.write_text("".join(log.read_text().splitlines(True)[:17]))
     evaluate_server(url, tmp_path / "run", "--k", "4", "--turns", "3", "--beam", "2")
-    again = {t.key: t for t in kevin.read_turns(log)}
-    assert set(again) == set(turns) and len(kevin.read_turns(log)) == 36
+    again = {t.key: t for t in read_turns(log)}
+    assert set(again) == set(turns) and len(read_turns(log)) == 36
     assert json.loads(results)["rows"].keys() == {"m"}
 
 
-def test_speedups_over_torch_compile_are_its_time_over_the_kernels(monkeypatch):
-    monkeypatch.setattr(kevin, "reference_ms", lambda task, device, compiled: 3.0 * compiled)
+def test_speedups_over_torch_compile_are_its_time_over_the_kernels():
     right = kevin.Verdict("correct", runtime_ms=2.0, baseline_ms=8.0, speedup=4.0)
     turns = [make_turn(verdict=right), make_turn()]
-    found = kevin.against_compiled(turns, [TASK], "cpu")
+    found = kevin.against_compiled(turns, {"X-1": 3.0})
     assert [t.verdict.speedup for t in found] == [1.5, 0.0]
 
 
@@ -2408,7 +2569,7 @@ def check_page(page, turns):
         anchor, listed = names[f"{step}/{task}/{place}", n + 1]
         check_turn(page.data[anchor][n], logged.get((step, task, place, n - 1)), turn)
         assert listed == {"turn": n + 1, "outcome": turn.verdict.outcome,
-                          "speedup": turn.verdict.speedup}
+                          "speedup": turn.verdict.speedup, "score": turn.score}
 
 
 @drawing
@@ -2463,8 +2624,10 @@ def test_several_runs_stand_side_by_side_and_an_evaluation_shows_its_results(tmp
     first, turns = graded_run(tmp_path / "first")
     second, _ = graded_run(tmp_path / "second")
     base = {"correct/best": 0.25, "correct/best/low": 0.125, "correct/best/high": 0.5, "score": 1.5}
-    results = {"rows": {"base": base, "adapter": {"score": 1.75}},
-               "by_turn": {"base": [0.5, 0.625], "adapter": [0.75]}, "by_k": {"base": [0.125]}}
+    results = {"rows": {"base": base, "adapter": {"score": 1.75}}, "by_k": {"base": [0.125]},
+               "by_turn": {"base": [0.5, 0.625], "base / compile": [0.1], "adapter": [0.75]},
+               "outcomes": {"base": [{"hack": 1.0}], "adapter": [{"hack": 0.25, "correct": 0.75}]},
+               "cost": {"base": {"turns": 7}}}
     third = write_run(tmp_path / "third", report_turns(), results_json=json.dumps(results))
     kevin.report([first, second, third], tmp_path / "report.html")
     page = Page(tmp_path / "report.html")
@@ -2478,14 +2641,37 @@ def test_several_runs_stand_side_by_side_and_an_evaluation_shows_its_results(tmp
     speedup = page.source.split("<figcaption>Mean best speedup</figcaption>")[1]
     assert "/third base<" in speedup.split("</figure>")[0]
     rows = [row.split("<td>")[1:] for row in re.findall(r"<tr>([^\n]*)", page.source)]
-    names = ["", f"base of {third}", f"adapter of {third}"]
-    place = rows.index(names)
-    table = [row[:2] + [row[2].split("<")[0]] for row in rows[place + 1 : place + 6]]
-    assert table == [["correct/best", "0.25 (0.125 to 0.5)", ""], ["score", "1.5", "1.75"],
-                     ["by_turn/1", "0.5", "0.75"], ["by_turn/2", "0.625", ""],
-                     ["by_k/1", "0.125", ""]]
+    place = rows.index(["", "trajectories x turns", "correct/best", "score", "turns"])
+    table = [[cell.split("<")[0] for cell in row] for row in rows[place + 1 : place + 3]]
+    assert table == [[f"base of {third}", "2 x 3 = 6", "25% (0.12 to 0.50)", "1.5", "7"],
+                     [f"adapter of {third}", "2 x 3 = 6", "", "1.75", ""]]
+    mix = page.source.split(f"<figcaption>Outcomes of adapter of {third}</figcaption>")[1]
+    assert [mix.split("</figure>")[0].count(f">{name}<") for name in kevin.OUTCOMES] == [1] * 8
     (seeds,) = [row for row in rows if row[0] == "seed"]
     assert [cell.split("<")[0] for cell in seeds] == ["seed", "24", "24", "24"]
+
+
+@drawing
+def test_one_number_of_kernels_can_be_compared_as_wide_and_as_long_trajectories(tmp_path):
+    speedups, runs = [0.0, 2.0, 0.5, 1.0, 0.0, 0.0, 1.2, 0.3], []  # of task A; B has no kernel
+    for length in (1, 2, 4):
+        turns = [make_turn(task=task, trajectory=i // length, turn=i % length, score=s,
+                           verdict=kevin.Verdict("correct" if s else "hack", speedup=s))
+                 for task in "AB" for i, s in enumerate(speedups) for s in [s * (task == "A")]]
+        results = kevin.evaluation_results(turns, [replace(TASK, id=i) for i in "AB"], "m")
+        runs.append(write_run(tmp_path / str(length), turns, results_json=json.dumps(results)))
+        config = asdict(kevin.Config(turns=length, trajectories=8 // length))
+        (runs[-1] / "config.json").write_text(json.dumps(config))
+    kevin.report(runs, tmp_path / "report.html")
+    rows = [row.split("<td>")[1:] for row in re.findall(
+        r"<tr>([^\n]*)", Page(tmp_path / "report.html").source)]
+    place = [row[1:6] for row in rows].index([
+        "trajectories x turns", "correct/best", "correct/avg", "speedup/best", "speedup/avg"])
+    table = [[cell.split(" (")[0] for cell in row] for row in rows[place + 1 : place + 4]]
+    assert [row[:6] for row in table] == [
+        [f"m of {runs[0]}", "8 x 1 = 8", "50%", "31%", "1.00x", "0.31x"],
+        [f"m of {runs[1]}", "4 x 2 = 8", "50%", "38%", "1.00x", "0.53x"],
+        [f"m of {runs[2]}", "2 x 4 = 8", "50%", "50%", "1.00x", "0.80x"]]
 
 
 @drawing
