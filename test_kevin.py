@@ -2147,9 +2147,10 @@ def test_best_at_k_is_the_best_trajectory_and_avg_at_k_their_mean():
     assert {n: r["correct/best"] for n, r in rows.items()} == {
         "x": 0.5, "x, level 1": 1, "x, level new": 0}
     levels += [replace(TASK, id="C", level=2)]
-    turns += [replace(turns[0], task="C")]
+    turns += [replace(turns[1], task="C", verdict=kevin.Verdict("correct", speedup=0.5))]
     rows = kevin.evaluation_results(turns, levels, "x")["rows"]
-    assert rows["x, held out"]["correct/best"] == 0.5, "A and C of levels 1 and 2"
+    held_out = rows["x, held out"]  # A and C of levels 1 and 2, solved at 2.0 and 0.5
+    assert (held_out["speedup/best"], held_out["speedup/geometric"]) == (1.25, 1.0)
 
 
 def test_best_at_k_is_the_mean_of_the_maximum_over_all_choices_of_k():
@@ -2181,10 +2182,14 @@ def test_an_evaluation_compares_base_and_adapter_and_goes_on_where_it_stopped(wh
         config = kevin.parse_config("eval", [*argv, "--out", str(out)])
         with stubbed():
             kevin.evaluate(config)
-            if cut:
+            if cut:  # a process that was killed while it wrote its tenth line
                 lines = (out / "turns.jsonl").read_text().splitlines()
-                (out / "turns.jsonl").write_text("\n".join(lines[:cut]) + "\n")
-                kevin.evaluate(config)
+                (out / "turns.jsonl").write_text("\n".join(lines[:cut]) + "\n" + lines[cut][:99])
+                kevin.evaluate(kevin.parse_config("eval", ["--resume", str(out)]))
+                again = (out / "turns.jsonl").read_text().splitlines()
+                assert again[:cut] == lines[:cut] and len(again) == len(lines)
+                kevin.evaluate(config)  # of a finished evaluation nothing is asked or judged
+                assert (out / "turns.jsonl").read_text().splitlines() == again
         rows.append(json.loads((out / "results.json").read_text()))
         turns = sorted(read_turns(out / "turns.jsonl"), key=lambda t: t.key)
         logs.append([replace(t, sampling_logprobs=[]) for t in turns])  # rounded as the batch is
@@ -2199,7 +2204,7 @@ def test_an_evaluation_compares_base_and_adapter_and_goes_on_where_it_stopped(wh
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """A chat server that answers with the next of its script: a status, "cut", "slow", or a message."""
+    """A chat server that answers from its script: a status, "cut", "slow" or a message."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -2294,7 +2299,7 @@ def test_a_server_that_refuses_or_stays_broken_is_a_user_error_in_its_own_words(
     url, server = chat_server
     server.script = [status]
     monkeypatch.setattr(kevin, "SERVER_ATTEMPTS", 3)
-    with pytest.raises(kevin.UserError, match=f"{re.escape(url)} gave no answer: .*chat.completion"):
+    with pytest.raises(kevin.UserError, match=f"{re.escape(url)} gave no answer: .*chat.comp"):
         kevin.Server(url, kevin.Config()).ask([], 9, random.Random(1))
     assert len(server.bodies) == attempts
 
@@ -2420,7 +2425,7 @@ def test_an_evaluation_through_a_real_server_agrees_with_the_local_one(learnt, t
     if field:  # the server finds the thought and gives it in a field of its own
         config = json.loads((base / "tokenizer_config.json").read_text())
         config["response_template"] = {
-            "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": {
+            "start_anchor": "<|im_start|>assistant\n", "fields": {
                 "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
                 "content": {"close": "<|im_end|>", "content": "text"}}}
         (base / "tokenizer_config.json").write_text(json.dumps(config))
@@ -2455,11 +2460,27 @@ def test_beam_search_copies_the_fastest_trajectories_and_goes_on_where_it_stoppe
             assert json.loads(turns[0, task, i, 1].prompt)[1]["content"].count("14") == (
                 best[i % 2].kernel.count("14"))
     results = (tmp_path / "run/results.json").read_text()
+    assert json.loads(results)["cost"]["m"]["turns"] == 36, "what the beam dropped was sampled too"
     log.write_text("".join(log.read_text().splitlines(True)[:17]))
     evaluate_server(url, tmp_path / "run", "--k", "4", "--turns", "3", "--beam", "2")
     again = {t.key: t for t in read_turns(log)}
     assert set(again) == set(turns) and len(read_turns(log)) == 36
     assert json.loads(results)["rows"].keys() == {"m"}
+
+
+def test_an_evaluation_can_be_set_against_torch_compile_too(chat_server, tmp_path, monkeypatch):
+    url, server = chat_server
+    server.script = [{"content": "```\n14 7\n```"}]
+    monkeypatch.setattr(kevin, "reference_ms", lambda task, device, compiled: 3.0 * compiled)
+    _, results = evaluate_server(url, tmp_path / "run", "--compile-baseline")
+    assert results["rows"]["m"]["speedup/best"] == pytest.approx(5.01), "the stub's, over eager"
+    assert results["rows"]["m / compile"]["speedup/best"] == 3.0, "3 ms over the kernel's 1 ms"
+    assert set(results["compiled_ms"].values()) == {3.0} and set(results["outcomes"]) == {"m"}
+
+
+def test_torch_compile_is_timed():
+    task = replace(TASK, code=CODE.replace("4", "1 << 20"))
+    assert 0 < kevin.reference_ms(task, "cpu", compiled=True) < 1000
 
 
 def test_speedups_over_torch_compile_are_its_time_over_the_kernels():
