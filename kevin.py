@@ -3007,6 +3007,8 @@ pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; padding: .
 pre, details { margin: .4rem 0 } pre { background: #8881 } .code { white-space: pre }
 .wide, .code { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
 td { padding: .2rem 1rem .2rem 0; white-space: nowrap } tr, .line { border-bottom: 1px solid #8885 }
+td:first-child { position: sticky; left: 0; background: Canvas; white-space: normal }
+td:first-child { min-width: 7rem }
 #figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)) }
 figure { margin: 0 } svg { width: 100%; height: auto } text { fill: currentColor }
 .line { display: flex; flex-wrap: wrap; gap: .3rem .9rem; padding: .4rem 0 }
@@ -3190,7 +3192,7 @@ def figure(caption: str, xlabel: str, lines: dict[str, tuple], stacked: bool = F
             else:
                 axes.plot(xs, ys, ".-", label=f" {label[-44:]}")  # "_" would hide it
         axes.set_ylim(0)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         drawn.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=columns)
         drawn.savefig(file, format="svg", transparent=True)
     svg = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "",
@@ -3227,10 +3229,11 @@ def tables(runs: list[dict]) -> str:
             cells = {"trajectories x turns": f"{k} x {n} = {k * n}"} | table_cells(row) | {
                 m: row[m] for m in row if m not in COLUMNS and not m.endswith(("/low", "/high"))}
             cells |= run["results"].get("cost", {}).get(name, {})
+            if "speedup/best/low" in row:
+                ends = (f"{row[f'speedup/best/{end}']:.2f}" for end in ("low", "high"))
+                cells["speedup/best"] += f" ({' to '.join(ends)})"
             for column, value in cells.items():
-                ends = [row[column + end] for end in ("/low", "/high") if column + end in row]
-                found.setdefault(column, {})[f"{name} of {run['name']}"] = (
-                    "{} ({:.2f} to {:.2f})".format(value, *ends) if ends else value)
+                found.setdefault(column, {})[f"{name} of {run['name']}"] = value
     for title, columns in (("Outcomes", logged), ("Evaluation", found), ("Configuration", config)):
         rows = [["", *columns]] + [[name, *(column.get(name, "") for column in columns.values())]
                                    for name in dict.fromkeys(itertools.chain(*columns.values()))]

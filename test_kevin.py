@@ -2644,7 +2644,8 @@ def test_hostile_output_stays_data(tmp_path):
 def test_several_runs_stand_side_by_side_and_an_evaluation_shows_its_results(tmp_path):
     first, turns = graded_run(tmp_path / "first")
     second, _ = graded_run(tmp_path / "second")
-    base = {"correct/best": 0.25, "correct/best/low": 0.125, "correct/best/high": 0.5, "score": 1.5}
+    base = {"correct/best": 0.25, "score": 1.5, "speedup/best": 2.0, "speedup/best/low": 1.125,
+            "speedup/best/high": 2.5}
     results = {"rows": {"base": base, "adapter": {"score": 1.75}}, "by_k": {"base": [0.125]},
                "by_turn": {"base": [0.5, 0.625], "base / compile": [0.1], "adapter": [0.75]},
                "outcomes": {"base": [{"hack": 1.0}], "adapter": [{"hack": 0.25, "correct": 0.75}]},
@@ -2662,10 +2663,11 @@ def test_several_runs_stand_side_by_side_and_an_evaluation_shows_its_results(tmp
     speedup = page.source.split("<figcaption>Mean best speedup</figcaption>")[1]
     assert "/third base<" in speedup.split("</figure>")[0]
     rows = [row.split("<td>")[1:] for row in re.findall(r"<tr>([^\n]*)", page.source)]
-    place = rows.index(["", "trajectories x turns", "correct/best", "score", "turns"])
+    place = rows.index(["", "trajectories x turns", "correct/best", "speedup/best", "score", "turns"])
     table = [[cell.split("<")[0] for cell in row] for row in rows[place + 1 : place + 3]]
-    assert table == [[f"base of {third}", "2 x 3 = 6", "25% (0.12 to 0.50)", "1.5", "7"],
-                     [f"adapter of {third}", "2 x 3 = 6", "", "1.75", ""]]
+    assert table == [
+        [f"base of {third}", "2 x 3 = 6", "25%", "2.00x (1.12 to 2.50)", "1.5", "7"],
+        [f"adapter of {third}", "2 x 3 = 6", "", "", "1.75", ""]]
     mix = page.source.split(f"<figcaption>Outcomes of adapter of {third}</figcaption>")[1]
     assert [mix.split("</figure>")[0].count(f">{name}<") for name in kevin.OUTCOMES] == [1] * 8
     (seeds,) = [row for row in rows if row[0] == "seed"]
