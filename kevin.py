@@ -2000,6 +2000,7 @@ class Policy(nn.Module):
     def __init__(self, lm: nn.Module, tokenizer):
         super().__init__()
         self.lm, self.tokenizer = lm, tokenizer
+        self.joined: list[JoinedLinear] = []
         added = [t.content for t in tokenizer.added_tokens_decoder.values()]
         self.control_tokens = tuple({*tokenizer.all_special_tokens, *added, "<think>", "</think>"})
         ends = getattr(lm.generation_config, "eos_token_id", None)
@@ -2051,35 +2052,46 @@ class Policy(nn.Module):
 
 @dataclass(eq=False)
 class JoinedLinear:
-    """Linear layers that read one input, with their adapters, as one matrix for sampling.
+    """Linear layers that read one input, with their adapters, as one matrix.
 
     y = [x, x A'] [W, s B]': the layers' rows of W below one another, their adapters' s B beside
-    them, so that sampling reads everything once. The layers' own weights become views of it.
+    them. Everything is read once, and what is sampled and what is trained is rounded alike; peft
+    would round W x by itself and multiply in float32 without tensor cores.
     """
 
-    layers: list[nn.Module]  # peft's, in the order of their calls
+    layers: list[nn.Module]  # peft's, in the order of their calls; their weights are views
     weight: torch.Tensor  # (outputs, inputs + ranks)
     down: torch.Tensor  # (ranks, inputs), the A of every layer
     bias: torch.Tensor | None
-    sampling: bool = False
+    sampling: bool = False  # the adapter rests, and refresh() was called
     source: torch.Tensor | None = None  # what the first layer was called with
     output: tuple = ()  # every layer's share of the answer
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copies the adapters' weights, which an update has changed, to where sampling reads."""
-        ranks, first, inputs = 0, 0, self.down.shape[1]
+    def adapters(self) -> list[tuple]:
+        """(A, B, the layer's rows of weight, its ranks, its scale) of every layer."""
+        found, row, rank = [], 0, 0
         for layer in self.layers:
             a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-            self.down[ranks : ranks + len(a)] = a
-            rows = self.weight[first : first + len(b), inputs + ranks : inputs + ranks + len(a)]
-            rows.copy_(b * (0.0 if layer.disable_adapters else layer.scaling["default"]))
-            ranks, first = ranks + len(a), first + len(b)
+            scale = 0.0 if layer.disable_adapters else layer.scaling["default"]
+            found.append((a, b, slice(row, row + len(b)), slice(rank, rank + len(a)), scale))
+            row, rank = row + len(b), rank + len(a)
+        return found
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copies the adapters' weights, which an update has changed."""
+        right = self.weight[:, self.down.shape[1] :]
+        for a, b, rows, ranks, scale in self.adapters():
+            self.down[ranks] = a
+            right[rows, ranks] = b * scale
 
     def share(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """One layer's answer to x: (..., inputs) to (..., its outputs)."""
         if x is not self.source:
-            y = nn.functional.linear(with_down(x, self.down), self.weight, self.bias)
+            if not self.sampling:
+                self.refresh()
+            pairs = [parameter for adapter in self.adapters() for parameter in adapter[:2]]
+            y = AdaptedLinear.apply(x, self, *pairs)
             self.source, self.output = x, y.split([m.out_features for m in self.layers], dim=-1)
         mine = self.output[self.layers.index(layer)]
         if layer is self.layers[-1]:
@@ -2087,21 +2099,30 @@ class JoinedLinear:
         return mine
 
 
-def lora_forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A peft layer's answer, with the float32 adapter cast to x's type: a third faster in training.
+class AdaptedLinear(torch.autograd.Function):
+    """[x, x A'] [W, s B]' with gradients for x, A and B; W is frozen."""
 
-    DEPARTS: peft would multiply in float32 without tensor cores.
-    """
-    joined = getattr(layer, "joined", None)
-    if joined is not None and joined.sampling:
-        return joined.share(layer, x)
-    y = layer.base_layer(x)
-    if layer.disable_adapters:
-        return y
-    a, b = (m["default"].weight.to(x.dtype) for m in (layer.lora_A, layer.lora_B))
-    hidden = nn.functional.linear(x, a).flatten(0, -2)
-    scaled = torch.addmm(y.flatten(0, -2), hidden, b.T, alpha=layer.scaling["default"])
-    return scaled.view_as(y)
+    @staticmethod
+    def forward(ctx, x, joined, *_):
+        """x (..., inputs) to (..., outputs); the adapters' parameters are there for autograd."""
+        both = with_down(x, joined.down)
+        ctx.save_for_backward(both)
+        ctx.joined = joined
+        return nn.functional.linear(both, joined.weight, joined.bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Gradients of x, nothing, and every layer's A and B."""
+        joined, [both] = ctx.joined, ctx.saved_tensors
+        inputs, grad = joined.down.shape[1], grad.flatten(0, -2)
+        x, hidden = both.flatten(0, -2).tensor_split([inputs], dim=-1)
+        back = grad @ joined.weight
+        through = back[:, inputs:]
+        down, up = through.T @ x, grad.T @ hidden
+        pairs = [(down[ranks].to(a.dtype), scale * up[rows, ranks].to(b.dtype))
+                 for a, b, rows, ranks, scale in joined.adapters()]
+        back = torch.addmm(back[:, :inputs], through, joined.down)
+        return back.view(*both.shape[:-1], inputs), None, *[g for pair in pairs for g in pair]
 
 
 @torch.no_grad()
@@ -2115,9 +2136,8 @@ def join_linears(lm: nn.Module) -> list[JoinedLinear]:
             parent, _, leaf = name.rpartition(".")
             kind = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(leaf, leaf)
             groups.setdefault((parent, kind), []).append(module)
+    found = []
     for layers in groups.values():
-        if hasattr(layers[0], "joined"):
-            continue
         bases, ranks = [m.base_layer for m in layers], sum(m.r["default"] for m in layers)
         inputs, outputs = bases[0].in_features, [m.out_features for m in layers]
         ranks += -ranks % 8  # cuBLAS wants rows of 16 bytes
@@ -2126,14 +2146,16 @@ def join_linears(lm: nn.Module) -> list[JoinedLinear]:
             rows[:, :inputs] = base.weight
             base.weight.data = rows[:, :inputs]
         bias = None if bases[0].bias is None else torch.cat([m.bias for m in bases])
-        joined = JoinedLinear(layers, weight, weight.new_zeros(ranks, inputs), bias)
+        found.append(JoinedLinear(layers, weight, weight.new_zeros(ranks, inputs), bias))
         for layer in layers:
-            layer.joined = joined
-    return [layers[0].joined for layers in groups.values()]
+            layer.joined = found[-1]
+            layer.forward = types.MethodType(lambda self, x: self.joined.share(self, x), layer)
+    return found
 
 
 def compile_elementwise(lm: nn.Module) -> None:
     """Compiles norms, rotary embedding and gated activation, one kernel each (5 s, once)."""
+    torch._dynamo.config.recompile_limit = 64  # training, sampling and prefill differ in shape
     compiled, modeling = functools.partial(torch.compile, dynamic=True), sys.modules[lm.__module__]
     for norm in {type(m) for m in lm.modules() if type(m).__name__.endswith("RMSNorm")}:
         norm.forward = compiled(norm.forward)
@@ -2145,7 +2167,7 @@ def compile_elementwise(lm: nn.Module) -> None:
         return mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x)))
 
     for module in lm.modules():
-        if hasattr(module, "gate_proj") and isinstance(getattr(module, "act_fn", None), nn.SiLU):
+        if hasattr(module, "gate_proj") and lm.config.hidden_act == "silu":
             module.forward = types.MethodType(forward, module)
 
 
@@ -2161,13 +2183,13 @@ def with_adapter(lm: nn.Module, tokenizer, rank: int, alpha: int, adapter: str =
         lm = peft.PeftModel.from_pretrained(lm, adapter, is_trainable=True)
     else:
         raise UserError(f"{adapter} holds no adapter (adapter_config.json)")
-    for module in lm.modules():
-        if isinstance(module, peft.tuners.lora.Linear):
-            module.forward = types.MethodType(lora_forward, module)
+    policy = Policy(lm, tokenizer)
+    policy.joined = join_linears(lm)
     if lm.device.type == "cuda":
+        torch.cuda.empty_cache()  # the unjoined weights
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        compile_elementwise(lm.get_base_model())
-    return Policy(lm, tokenizer)
+        compile_elementwise(policy.base)
+    return policy
 
 
 def load_policy(config: Config) -> Policy:
@@ -2408,13 +2430,15 @@ def update_bytes(policy: "Policy", tokens: int) -> int:
     """GPU memory that an update on a row of that many tokens takes, an estimate that errs upwards.
 
     Checkpoints of every layer, one layer's working set, logits of HEAD_CHUNK positions, gradients
-    and Adam's moments; at least 14 GiB, which the judge needs for its references.
+    and Adam's moments; at least 14 GiB, which the judge needs for its references; and a twentieth
+    of the GPU for graphs, workspaces and fragments.
     """
     shape = policy.base.config
     inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
     row = 2 * shape.num_hidden_layers * shape.hidden_size + 12 * inner
     adapter = sum(p.numel() for p in policy.trainable())
-    return max(row * tokens + 16 * HEAD_CHUNK * shape.vocab_size + 12 * adapter, 14 * 2**30)
+    update = row * tokens + 16 * HEAD_CHUNK * shape.vocab_size + 12 * adapter
+    return max(update, 14 * 2**30) + torch.cuda.mem_get_info()[1] // 20
 
 
 def paged_attention(module, query, key, value, attention_mask, scaling=None, engine=None, **_):
@@ -2498,12 +2522,10 @@ class Engine:
         shape, dtype = policy.base.config, next(policy.base.parameters()).dtype
         width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         self.kernels = cuda and triton is not None and width in (16, 32, 64, 128, 256)
-        self.joined = join_linears(policy.lm)
         size = [shape.num_hidden_layers, 0, PAGE_TOKENS, shape.num_key_value_heads, width]
         longest = -(-max_tokens // PAGE_TOKENS)  # pages of one sequence
         size[1] = 1 + longest * max_batch
         if cuda:
-            torch.cuda.empty_cache()  # the unjoined weights
             free = kv_gib * 2**30 or torch.cuda.mem_get_info()[0] - update_bytes(policy, max_tokens)
             page_bytes = 2 * size[0] * math.prod(size[2:]) * dtype.itemsize
             size[1] = min(size[1], int(free // page_bytes))
@@ -2530,17 +2552,17 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Request]:
         """Admits waiting requests, decodes one token of each active one, returns the finished."""
-        config, training = self.policy.base.config, self.policy.training
-        before, finished = config._attn_implementation, []
-        if training:  # thousands of modules: milliseconds
+        config, finished = self.policy.base.config, []
+        before = config._attn_implementation
+        if self.policy.training:  # asked first: to set thousands of modules takes 13 ms
             self.policy.eval()
         try:
             if self.paged:
                 config._attn_implementation = "kevin_pages"
-                for joined in self.joined:
-                    joined.sampling = True
-                    if not self.active:  # a new rollout: the adapter may have changed
-                        joined.refresh()
+            for joined in self.policy.joined:
+                joined.sampling = True
+                if not self.active:  # a new rollout: the adapter may have changed
+                    joined.refresh()
             with CLOCK("prefill"):
                 while self.waiting and len(self.active) < self.max_batch and self._has_room():
                     finished += self._admit(self.waiting.pop(0))
@@ -2548,10 +2570,8 @@ class Engine:
                 finished += self._decode()
         finally:
             config._attn_implementation = before
-            for joined in self.joined if self.paged else ():
+            for joined in self.policy.joined:
                 joined.sampling = False
-            if training:
-                self.policy.train()
         return finished
 
     def _extend(self, requests: list[Request], tokens, logprobs) -> list[Request]:

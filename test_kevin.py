@@ -11,6 +11,7 @@ peaks, and how well anything is learned.
 import ast
 import contextlib
 import copy
+import gc
 import html.parser
 import http.server
 import importlib.util
@@ -33,6 +34,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -1628,53 +1630,45 @@ def test_a_new_rollout_samples_from_the_adapter_as_it_is_now(policy, tokenizer):
     assert run() == moved
 
 
-def test_joined_layers_share_their_weights_with_training_and_change_nothing(tokenizer):
-    policy, twin = small_policy(tokenizer), small_policy(tokenizer)
-    before = policy(PROMPT, ANSWER, 0.9)
-    joined = kevin.join_linears(policy.lm)
-    assert [len(j.layers) for j in joined] == [3, 1, 2, 1] * 2
-    assert kevin.join_linears(policy.lm) == joined, "joined once"
-    for group in joined:
-        group.refresh()
+def peft_twin(tokenizer):
+    """The same policy with peft's own forward."""
+    torch.manual_seed(1)
+    lm = peft.get_peft_model(tiny_lm(), peft.LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    twin = kevin.Policy(lm, tokenizer)
+    move_adapter(twin)
+    return twin
+
+
+def test_joined_layers_are_peft_s_own_in_value_and_gradient(tokenizer):
+    policy, twin = small_policy(tokenizer), peft_twin(tokenizer)
+    assert [len(j.layers) for j in policy.joined] == [3, 1, 2, 1] * 2
+    close(policy(PROMPT, ANSWER, 0.9), twin(PROMPT, ANSWER, 0.9))
+    samples = [(t, twin(t.prompt_ids, t.completion_ids, 0.9).detach(), None)
+               for t in make_turns()[:2]]
+    close(step(policy, samples)[1], step(twin, samples)[1])
+    close(policy(PROMPT, ANSWER, 0.9), twin(PROMPT, ANSWER, 0.9))
+    with policy.lm.disable_adapter(), twin.lm.disable_adapter():
+        close(policy(PROMPT, ANSWER, 0.9), twin(PROMPT, ANSWER, 0.9))
+
+
+def test_joined_layers_and_the_model_hold_the_base_weights_once(tokenizer):
+    policy, plain = small_policy(tokenizer), dict(tiny_lm().named_parameters())
+    for group in policy.joined:
         for layer in group.layers:
             stored = group.weight.untyped_storage().data_ptr()
             assert layer.base_layer.weight.untyped_storage().data_ptr() == stored
-    torch.testing.assert_close(policy(PROMPT, ANSWER, 0.9), before, atol=0, rtol=0)
-    samples = [(t, p(t.prompt_ids, t.completion_ids, 0.9).detach(), None)
-               for p in (policy,) for t in make_turns()[:2]]
-    close(step(policy, samples)[1], step(twin, samples)[1])
-    for name, parameter in policy.lm.named_parameters():
-        assert torch.equal(parameter, dict(twin.lm.named_parameters())[name]) or "lora" in name
+    step(policy, kevin.store_logprobs(policy, make_turns(), CONFIG))
+    for name, parameter in policy.base.named_parameters():
+        if "lora" not in name:
+            assert torch.equal(parameter, plain[name.replace("base_layer.", "")])
 
 
-def test_a_patched_layer_is_peft_s_own(tokenizer):
-    policy = small_policy(tokenizer)
-    layer, x = policy.base.model.layers[0].mlp.up_proj, torch.randn(3, 5, 32, requires_grad=True)
-    ours, theirs = layer(x), type(layer).forward(layer, x)
-    close(ours, theirs)
-    wanted = [x, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    for a, b in zip(*(torch.autograd.grad(y.sin().sum(), wanted) for y in (ours, theirs))):
-        close(a, b)
-
-
-def test_an_answer_ends_with_the_first_of_all_end_tokens_or_at_its_limit(tokenizer):
-    policy = small_policy(tokenizer, eos=(5, 7))
-    done = sample(policy, [request(seed, 30) for seed in range(40)], max_batch=40)
-    for r in done:
-        ended = r.completion_ids[-1] in (5, 7)
-        assert not {5, 7} & set(r.completion_ids[:-1]) and len(r.logprobs) == len(r.completion_ids)
-        assert r.finish_reason == ("stop" if ended else "length")
-        assert ended or len(r.completion_ids) == 30
-    assert {5, 7} < {r.completion_ids[-1] for r in done}, "every kind of end must occur"
-
-
-def test_end_tokens_come_from_generation_config_and_tokenizer_and_are_not_text(tokenizer):
-    lm = tiny_lm()
-    lm.generation_config.eos_token_id = [5, 7]
-    policy = kevin.with_adapter(lm, tokenizer, 2, 4)
-    assert policy.eos_ids == {5, 7, tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    ids = tokenizer("while (x)").input_ids
-    assert policy.decode([*ids, 5]) == policy.decode(ids) == "while (x)"
+def test_gradients_through_checkpointed_joined_layers_are_the_same(tokenizer):
+    policy, twin = small_policy(tokenizer), small_policy(tokenizer)
+    twin.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    twin.train()
+    close(*(gradients(p, p(PROMPT, ANSWER, 0.9).sum()) for p in (policy, twin)))
 
 
 @pytest.mark.parametrize("vocabulary", [12, 256, 700])
@@ -3353,6 +3347,19 @@ def wide_policy(tokenizer, layers=4, kind="Qwen2"):
     return policy
 
 
+def attention_noise(policy, requests):
+    """Mean differences of log-probabilities: the engine's, and another attention kernel's."""
+    flash, gaps, noise = torch.nn.attention.SDPBackend.FLASH_ATTENTION, [], []
+    for r in requests:
+        with torch.no_grad():
+            exact = policy(r.prompt_ids, r.completion_ids, 0.9).cpu()
+            with torch.nn.attention.sdpa_kernel([flash]):
+                other = policy(r.prompt_ids, r.completion_ids, 0.9).cpu()
+        gaps.append((torch.tensor(r.logprobs) - exact).abs().mean().item())
+        noise.append((other - exact).abs().mean().item())
+    return statistics.fmean(gaps), statistics.fmean(noise)
+
+
 @gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(40, 8, 128), (8, 8, 64), (7, 1, 32)])
 def test_gpu_decode_attention_is_the_exact_one_for_unequal_lengths(heads, kv_heads, width):
@@ -3421,24 +3428,19 @@ def test_gpu_engine_samples_with_the_logprobs_of_a_full_forward(tokenizer, kind)
             engine.add(item)
         while len(engine):
             engine.step()
-        gaps = []
-        for r in items:
-            with torch.no_grad():
-                exact = policy(r.prompt_ids, r.completion_ids, 0.9).cpu()
-            gaps.append((torch.tensor(r.logprobs) - exact).abs().mean().item())
-            assert len(r.completion_ids) == r.max_new_tokens
-        return items, gaps
+        gap, noise = attention_noise(policy, items)
+        assert gap < 1.5 * noise < 0.1, (gap, noise)
+        assert [len(r.completion_ids) for r in items] == [r.max_new_tokens for r in items]
+        return answers(items)
 
-    (first, gaps), pages = run(), len(engine.free)
-    assert max(gaps) < 0.05 and sum(gaps) / len(gaps) < 0.02, gaps
+    first, pages = run(), len(engine.free)
     assert not any(engine.uses)
     graphs = len(engine.graphs)
     move_adapter(policy)
-    again, gaps = run()
-    assert sum(gaps) / len(gaps) < 0.02 and len(engine.graphs) == graphs
-    assert answers(again) != answers(first) and len(engine.free) == pages
+    assert run() != first and len(engine.graphs) == graphs and len(engine.free) == pages
     engine.free = engine.free[-30:]  # a pool that runs dry
-    assert sum(run()[1]) / len(gaps) < 0.02 and len(engine.free) == 30
+    run()
+    assert len(engine.free) == 30
 
 
 # ---- 18. Benchmarks: python test_kevin.py bench judge|rollout|train|step|soak, on an H200 --------
@@ -3639,7 +3641,7 @@ def bench_decode(policy, engine):
     shape = policy.base.config
     weights_ = sum(p.numel() for n, p in policy.lm.named_parameters()
                    if "lora" not in n and "embed_tokens" not in n) * 2
-    for batch, length in ((16, 2048), (64, 2048), (32, 8192), (16, 16384), (24, 8192)):
+    for batch, length in ((16, 2048), (64, 2048), (32, 8192), (16, 16384)):
         if batch * (length // 256 + 2) > len(engine.uses):
             continue
         occupy(engine, batch, length)
@@ -3669,14 +3671,17 @@ def bench_rollout(folder):
     start = time.time()
     policy = large_policy(folder)
     say(f"model in {time.time() - start:.0f} s, {gigabytes():.1f} GB")
-    start = time.time()
-    engine = kevin.Engine(policy, 64, 0.9, 17_000)
-    for pool in (engine.keys, engine.values):
-        for layer in pool:
-            layer.normal_()
-    say(f"pool of {len(engine.uses) * 256} tokens in {time.time() - start:.0f} s, "
-        f"{gigabytes():.1f} GB")
-    bench_decode(policy, engine)
+    for gib in (72, 0):  # as much as fits without training, and beside it
+        engine = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        engine = kevin.Engine(policy, 64, 0.9, 17_000, kv_gib=gib)
+        for pool in (engine.keys, engine.values):
+            for layer in pool:
+                layer.normal_()
+        say(f"pool of {len(engine.uses) * 256} tokens, "
+            f"{torch.cuda.memory_allocated() / 1e9:.1f} GB")
+        bench_decode(policy, engine)
     draw = random.Random(0)
     prompts = [[draw.randrange(150_000) for _ in range(draw.randrange(200, 2000))]
                for _ in range(12)]
@@ -3692,16 +3697,8 @@ def bench_rollout(folder):
     new = sum(len(r.completion_ids) for r in items)
     say(f"48 answers to 12 prompts of {sum(map(len, prompts))} tokens: {new / wall:.0f} tokens/s, "
         f"prefill {seconds['prefill']:.1f} s, decode {seconds['decode']:.1f} s")
-    gaps, noise = [], []
-    for r in items[:12:3]:
-        with torch.no_grad():
-            exact = policy(r.prompt_ids, r.completion_ids, 0.9).cpu()
-            with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
-                other = policy(r.prompt_ids, r.completion_ids, 0.9).cpu()
-        gaps.append((torch.tensor(r.logprobs) - exact).abs().mean().item())
-        noise.append((other - exact).abs().mean().item())
-    say(f"log-probs: engine against full forward {kevin.mean(gaps):.4f}, full forwards with two "
-        f"attention kernels {kevin.mean(noise):.4f}")
+    say("log-probs: engine against full forward {:.4f}, full forwards with two attention kernels "
+        "{:.4f}".format(*attention_noise(policy, items[:16:2])))
     bench_rows(policy)
     if "compare" in sys.argv:
         del engine
