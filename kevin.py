@@ -1533,8 +1533,11 @@ class Judge:
     def _start_zygote(self) -> None:
         self.zygote_sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.zygote_sock.settimeout(120)  # the first answer waits for the import of torch
-        kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME")
+        kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_DEVICE_ORDER")
         env = {k: v for k, v in os.environ.items() if k in kept}
+        if self.device == "cuda":  # this process's GPU and no other
+            number, names = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+            env["CUDA_VISIBLE_DEVICES"] = names.split(",")[number] if names else str(number)
         env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         argv = [sys.executable, os.path.abspath(__file__), "zygote", str(other.fileno())]
         with other:
@@ -2224,8 +2227,8 @@ def load_policy(config: Config) -> Policy:
                         "--tiny runs on the CPU")
     kind, how = transformers.AutoModelForCausalLM, dict(
         dtype=torch.bfloat16, attn_implementation="sdpa")
+    torch.manual_seed(config.seed)  # the same fresh adapter on every process
     if config.random_weights:
-        torch.manual_seed(config.seed)
         with device:
             lm = kind.from_config(shape, **how)
     else:

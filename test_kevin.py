@@ -12,6 +12,7 @@ import ast
 import contextlib
 import copy
 import gc
+import hashlib
 import html.parser
 import http.server
 import importlib.util
@@ -3336,7 +3337,7 @@ def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
 def wide_policy(tokenizer, layers=4, kind="Qwen2"):
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=5000, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers,
+        vocab_size=5000, hidden_size=640, intermediate_size=1024, num_hidden_layers=layers,
         num_attention_heads=10, num_key_value_heads=2, head_dim=128, tie_word_embeddings=False,
         max_position_embeddings=32768, initializer_range=0.05)
     with torch.device("cuda"):
@@ -3681,6 +3682,7 @@ def bench_rollout(folder):
                 layer.normal_()
         say(f"pool of {len(engine.uses) * 256} tokens, "
             f"{torch.cuda.memory_allocated() / 1e9:.1f} GB")
+        del pool, layer
         bench_decode(policy, engine)
     draw = random.Random(0)
     prompts = [[draw.randrange(150_000) for _ in range(draw.randrange(200, 2000))]
@@ -3796,12 +3798,13 @@ def bench_step(folder):
     """Trains a random model of QwQ-32B's shape, and prints where the time goes.
 
     Its noise is replaced by kernels, right and wrong ones for the tasks, before they are judged.
-    Arguments: run folder, steps, and whether to go on with it ("resume").
+    Arguments: run folder, which is gone on with, and steps. TASKS and TOKENS set the size.
     """
     run, steps, size = Path(sys.argv[3]), int(sys.argv[4]), int(os.environ.get("TOKENS", 400))
     rows = [json.loads(line) for line in (ROOT / "tasks.jsonl").read_text().splitlines()]
     chosen = [r for r in rows if r["id"] in os.environ.get("TASKS", "L1-019 L1-022").split()]
-    rank = int(os.environ.get("RANK", 0))
+    rank, lines = int(os.environ.get("RANK", 0)), (run / "metrics.jsonl")
+    seen = len(lines.read_text().splitlines()) if lines.exists() else 0
     inputs = Path(f"{run}-inputs")
     large_folder(f"{folder}/inputs")
     Path(folder, "inputs/tasks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in chosen))
@@ -3809,22 +3812,25 @@ def bench_step(folder):
         Path(folder, "inputs").rename(inputs)
     texts = [ELEMENTWISE % (e, b, b, b) for b in (64, 128, 256, 512)
              for e in ("v > 0.f ? v : 0.f", "tanhf(v)", "1.f / (1.f + expf(-v))")]
+    random.Random(1).shuffle(texts)
     kevin.Policy.decode = lambda self, ids: texts[sum(ids[:20]) % len(texts)]
     config = kevin.Config(
         tasks=f"{inputs}/tasks.jsonl", model=str(inputs), random_weights=True, turns=2,
         tasks_per_step=len(chosen), trajectories=8, max_new_tokens=size, late_new_tokens=size,
         max_prompt_tokens=4096, cache=f"{run}-cache", steps=steps, out=str(run))
+    train_step, policies = kevin.train_step, []
+    kevin.train_step = lambda policy, *rest: (
+        policies.append(policy), train_step(policy, *rest))[1]
     kevin.train(config)
-    if rank:
-        return
-    for line in (run / "metrics.jsonl").read_text().splitlines():
+    mark = hashlib.sha256(weights(policies[0]).cpu().numpy().tobytes()).hexdigest()[:16]
+    say(f"rank {rank}: adapter {mark}, peak {gigabytes():.1f} GB")
+    for line in [] if rank else lines.read_text().splitlines()[seen:]:
         metrics = json.loads(line)
         parts = {k[5:]: v for k, v in metrics.items() if k.startswith("time/")}
         say(f"step {metrics['step'] + 1}: " + ", ".join(
             f"{k} {v:.1f} s" for k, v in sorted(parts.items(), key=lambda p: -p[1])))
         say(f"  correct {metrics['kernel/correct']:.0%}, sampling gap "
-            f"{metrics['policy/sampling_gap']:.3f}, gradient {metrics['policy/grad_norm']:.3g}, "
-            f"peak {gigabytes():.1f} GB")
+            f"{metrics['policy/sampling_gap']:.3f}, gradient {metrics['policy/grad_norm']:.3g}")
 
 
 if __name__ == "__main__":
