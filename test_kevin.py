@@ -11,6 +11,8 @@ peaks, and how well anything is learned.
 import ast
 import contextlib
 import copy
+import gc
+import hashlib
 import html.parser
 import http.server
 import importlib.util
@@ -34,6 +36,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -1523,44 +1526,171 @@ def test_a_batch_with_a_queue_samples_what_each_request_samples_alone(policy):
     assert [len(a) for a in answers(alone)] == list(lengths)
 
 
-def test_a_request_that_no_slot_can_hold_is_a_user_error(policy):
+def test_a_request_that_no_table_can_hold_is_a_user_error(policy):
     engine = kevin.Engine(policy, 2, 1.0, 32)
     engine.add(request(0, 29, [1, 2, 3]))
     with pytest.raises(kevin.UserError, match="longer"):
         engine.add(request(0, 30, [1, 2, 3]))
 
 
-def test_an_answer_ends_with_the_first_of_all_end_tokens_or_at_its_limit(tokenizer):
-    policy = small_policy(tokenizer, eos=(5, 7))
-    done = sample(policy, [request(seed, 30) for seed in range(40)], max_batch=40)
-    for r in done:
-        ended = r.completion_ids[-1] in (5, 7)
-        assert not {5, 7} & set(r.completion_ids[:-1]) and len(r.logprobs) == len(r.completion_ids)
-        assert r.finish_reason == ("stop" if ended else "length")
-        assert ended or len(r.completion_ids) == 30
-    assert {5, 7} < {r.completion_ids[-1] for r in done}, "every kind of end must occur"
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
+         "tie_word_embeddings": False}
+FAMILIES = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE, head_dim=8)),
+    "window": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SHAPE, sliding_window=16))}
 
 
-def test_end_tokens_come_from_generation_config_and_tokenizer_and_are_not_text(tokenizer):
-    lm = tiny_lm()
-    lm.generation_config.eos_token_id = [5, 7]
-    policy = kevin.with_adapter(lm, tokenizer, 2, 4)
-    assert policy.eos_ids == {5, 7, tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    ids = tokenizer("while (x)").input_ids
-    assert policy.decode([*ids, 5]) == policy.decode(ids) == "while (x)"
-
-
-def test_sampling_frequencies_are_the_softmax_at_the_temperature():
+@pytest.fixture(params=FAMILIES)
+def family(request, tokenizer):
+    """(name, policy with an adapter that has an effect)"""
     torch.manual_seed(0)
-    logits, count = torch.randn(12) * 2, 10_000
-    logits[0] = -torch.inf
+    policy = kevin.with_adapter(FAMILIES[request.param]().eval(), tokenizer, 4, 8)
+    policy.eos_ids = {5, 7}
+    move_adapter(policy)
+    return request.param, policy
+
+
+def test_greedy_answers_to_unequal_prompts_are_those_of_generate(family):
+    name, policy = family
+    done = sample(policy, [request(i, 20) for i in range(6)], 4, temperature=1e-6)
+    assert kevin.has_plain_attention(policy.base) == (name != "window")
+    for r in done:
+        ids = torch.tensor([r.prompt_ids])
+        expected = policy.lm.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20,
+            eos_token_id=[5, 7], pad_token_id=0)[0, len(r.prompt_ids) :].tolist()
+        assert r.completion_ids == expected, name
+
+
+def test_every_family_samples_with_the_logprobs_of_a_full_forward(family):
+    done = sample(family[1], [request(seed, 40) for seed in range(5)], 3)
+    check_logprobs(family[1], [(r.prompt_ids, r.completion_ids, r.logprobs) for r in done])
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    monkeypatch.setattr(kevin, "PAGE_TOKENS", 8)
+    monkeypatch.setattr(kevin, "SPARE_PAGES", 0)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16])
+def test_equal_prompts_are_computed_once_and_sampled_as_if_alone(policy, small_pages, monkeypatch,
+                                                                 length):
+    prefill, seen = kevin.Engine._prefill, []
+    monkeypatch.setattr(kevin.Engine, "_prefill", lambda self, r: (
+        seen.append(len(r.prompt_ids)), prefill(self, r))[1])
+    prompts = [list(range(10, 10 + length)), [3, 4, 5]]
+    make = lambda: [request(i, 5 + i, prompts[i == 6]) for i in range(9)]  # noqa: E731
+    engine, together = kevin.Engine(policy, 4, 0.9, 64), make()
+    pages = len(engine.free)
+    for item in together:
+        engine.add(item)
+    while len(engine):
+        engine.step()
+    assert sorted(seen) == sorted([length, 3]), "one prefill a prompt"
+    assert len(engine.free) == pages and not any(engine.uses) and not engine.shared
+    monkeypatch.undo()
+    assert answers(together) == answers([sample(policy, [r])[0] for r in make()])
+
+
+def test_a_sequence_that_lost_its_pages_goes_on_as_if_nothing_had_been(policy, small_pages):
+    lengths = [40, 30, 40, 20, 35]
+    alone = [sample(policy, [request(i, n)])[0] for i, n in enumerate(lengths)]
+    engine, together = kevin.Engine(policy, 4, 0.9, 128), [
+        request(i, n) for i, n in enumerate(lengths)]
+    lost, release = [], engine._release
+    engine._release = lambda r: (lost.append(r) if not r.finish_reason else None, release(r))
+    engine.free = engine.free[-20:]
+    for item in together:
+        engine.add(item)
+    while len(engine):
+        engine.step()
+        held = [p for r in engine.active for p in r.pages]
+        assert len(held) == len(set(held)) and len(held) + len(engine.free) == 20
+    assert lost, "the pool must have run dry"
+    assert answers(together) == answers(alone)
+
+
+def test_a_new_rollout_samples_from_the_adapter_as_it_is_now(policy, tokenizer):
+    policy = small_policy(tokenizer, moved=False)
+    engine = kevin.Engine(policy, 4, 0.9, 128)
+
+    def run():
+        items = [request(i) for i in range(4)]
+        for item in items:
+            engine.add(item)
+        while len(engine):
+            engine.step()
+        check_logprobs(policy, [(r.prompt_ids, r.completion_ids, r.logprobs) for r in items])
+        return answers(items)
+
+    first = run()
+    move_adapter(policy)
+    moved = run()
+    with policy.lm.disable_adapter():
+        assert run() == first != moved
+    assert run() == moved
+
+
+def peft_twin(tokenizer):
+    """The same policy with peft's own forward."""
+    torch.manual_seed(1)
+    lm = peft.get_peft_model(tiny_lm(), peft.LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    twin = kevin.Policy(lm, tokenizer)
+    move_adapter(twin)
+    return twin
+
+
+def test_joined_layers_are_peft_s_own_in_value_and_gradient(tokenizer):
+    policy, twin = small_policy(tokenizer), peft_twin(tokenizer)
+    assert [len(j.layers) for j in policy.joined] == [3, 1, 2, 1] * 2
+    close(policy(PROMPT, ANSWER, 0.9), twin(PROMPT, ANSWER, 0.9))
+    samples = [(t, twin(t.prompt_ids, t.completion_ids, 0.9).detach(), None)
+               for t in make_turns()[:2]]
+    close(step(policy, samples)[1], step(twin, samples)[1])
+    close(policy(PROMPT, ANSWER, 0.9), twin(PROMPT, ANSWER, 0.9))
+    with policy.lm.disable_adapter(), twin.lm.disable_adapter():
+        close(policy(PROMPT, ANSWER, 0.9), twin(PROMPT, ANSWER, 0.9))
+
+
+def test_joined_layers_and_the_model_hold_the_base_weights_once(tokenizer):
+    policy, plain = small_policy(tokenizer), dict(tiny_lm().named_parameters())
+    for group in policy.joined:
+        for layer in group.layers:
+            stored = group.weight.untyped_storage().data_ptr()
+            assert layer.base_layer.weight.untyped_storage().data_ptr() == stored
+    step(policy, kevin.store_logprobs(policy, make_turns(), CONFIG))
+    for name, parameter in policy.base.named_parameters():
+        if "lora" not in name:
+            assert torch.equal(parameter, plain[name.replace("base_layer.", "")])
+
+
+def test_gradients_through_checkpointed_joined_layers_are_the_same(tokenizer):
+    policy, twin = small_policy(tokenizer), small_policy(tokenizer)
+    twin.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    twin.train()
+    close(*(gradients(p, p(PROMPT, ANSWER, 0.9).sum()) for p in (policy, twin)))
+
+
+@pytest.mark.parametrize("vocabulary", [12, 256, 700])
+def test_sampling_frequencies_are_the_softmax_at_the_temperature(vocabulary):
+    torch.manual_seed(0)
+    logits, count = torch.randn(vocabulary) * 2, 10_000
+    logits[0] = logits[-1] = -torch.inf
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens, logprobs = kevin.sample_tokens(logits.expand(count, -1), uniforms, 0.7)
     exact = (logits / 0.7).softmax(0)
-    assert (torch.bincount(tokens, minlength=12) / count - exact).abs().max() < 1.5 / count
+    assert (torch.bincount(tokens, minlength=vocabulary) / count - exact).abs().max() < 1.5 / count
     close(logprobs, exact.log()[tokens], 1e-5)
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert kevin.sample_tokens(logits.expand(2, -1), edges, 1.0)[1].isfinite().all()
+    broken = kevin.sample_tokens(torch.full((2, vocabulary), torch.nan), edges, 1.0)[0]
+    assert ((broken >= 0) & (broken < vocabulary)).all(), "out of range ends a CUDA context"
 
 
 # ---- 10. Rollout ---------------------------------------------------------------------------------
@@ -1793,6 +1923,19 @@ def test_only_the_second_update_on_a_batch_is_off_policy(fresh):
     assert first == 0 and second > 0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_update_that_is_not_finite_changes_nothing_and_says_so(fresh, capsys, bad):
+    policy, samples = fresh
+    optimizer = torch.optim.AdamW(policy.trainable(), lr=0.05)
+    turn, old, _ = samples[0]
+    broken = (replace(turn, advantage=bad), old, None)
+    metrics, moved = step(policy, [broken, *samples[1:]], optimizer=optimizer)
+    assert metrics["policy/skipped"] == 1 and not moved.any() and not optimizer.state
+    assert "update skipped" in capsys.readouterr().err
+    metrics, moved = step(policy, samples, optimizer=optimizer)
+    assert metrics["policy/skipped"] == 0 and moved.any()
+
+
 def test_reference_logprobs_are_those_of_the_base_and_only_taken_for_kl(fresh):
     assert all(reference is None for _, _, reference in fresh[1])
     samples = kevin.store_logprobs(fresh[0], make_turns(), replace(CONFIG, kl=0.1))
@@ -1852,6 +1995,62 @@ def test_step_metrics_are_shares_that_sum_to_one():
     assert metrics["score/mean"] == pytest.approx(7 / 5) and metrics["score/best"] == 4
     assert [metrics[f"health/not_okay/{n}"] for n in range(3)] == [1, 0, 0]
     assert [metrics[f"health/cut/{n}"] for n in range(3)] == [0.5, 0.5, 0.5]
+
+
+def test_junk_is_what_repeats_itself_or_is_noise():
+    draw = random.Random(0)
+    source = Path(kevin.__file__).read_text()
+    assert not kevin.is_junk(source[:4000]) and not kevin.is_junk("a" * 999)
+    assert kevin.is_junk("So I think. " * 400)
+    assert kevin.is_junk("".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(2000)))
+
+
+def test_a_step_of_junk_ends_the_run_before_it_is_learned(tmp_path):
+    stubs = {"Policy.decode": lambda self, ids: "again and " * 500}
+    with pytest.raises(kevin.UserError, match="step 1: 100% of the answers are junk"):
+        train(tmp_path / "run", stubs, stop_on_junk=0.9)
+    assert not kevin.checkpoints(tmp_path / "run")
+    assert len(list(kevin.read_turns(tmp_path / "run/turns.jsonl"))) == 12
+    train(tmp_path / "other", stubs, steps=1)
+    [line] = (tmp_path / "other/metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["health/junk/0"] == 1
+
+
+def test_the_phases_of_a_step_sum_to_its_time(whole):
+    lines = (whole / "metrics.jsonl").read_text().splitlines()
+    for metrics in map(json.loads, lines):
+        phases = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/")}
+        total = phases.pop("step")
+        assert sum(phases.values()) == pytest.approx(total) and total > 0
+        assert {"prefill", "decode", "judge", "old_logprobs", "forward_backward", "optimizer",
+                "other"} <= {*phases}
+
+
+def test_an_inner_phase_stops_the_outer():
+    clock = kevin.Stopwatch()
+    with clock("a"):
+        time.sleep(0.02)
+        with pytest.raises(KeyError), clock("b"):
+            time.sleep(0.05)
+            raise KeyError
+    seconds = clock.lap()
+    assert 0.02 <= seconds["a"] < 0.045 and 0.05 <= seconds["b"] < 0.09 and not clock.seconds
+
+
+def test_answers_may_be_longer_from_the_late_step_on(tmp_path):
+    run = train(tmp_path / "run", late_step=1, late_new_tokens=9, steps=2)
+    lengths = {n: max(len(t.completion_ids) for t in kevin.read_turns(run / "turns.jsonl")
+                      if t.step == n) for n in (0, 1)}
+    assert lengths == {0: 6, 1: 9}
+
+
+def test_metrics_go_to_tensorboard_where_it_is_installed(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = train(tmp_path / "run", steps=2)
+    events = reader.EventAccumulator(str(run / "tensorboard")).Reload()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [e.value for e in events.Scalars("score/mean")]
+    assert found == pytest.approx([m["score/mean"] for m in lines])
 
 
 def test_every_pass_over_the_tasks_holds_each_once_and_mixes_the_levels():
@@ -2663,7 +2862,8 @@ def test_several_runs_stand_side_by_side_and_an_evaluation_shows_its_results(tmp
     speedup = page.source.split("<figcaption>Mean best speedup</figcaption>")[1]
     assert "/third base<" in speedup.split("</figure>")[0]
     rows = [row.split("<td>")[1:] for row in re.findall(r"<tr>([^\n]*)", page.source)]
-    place = rows.index(["", "trajectories x turns", "correct/best", "speedup/best", "score", "turns"])
+    place = rows.index(["", "trajectories x turns", "correct/best", "speedup/best", "score",
+                        "turns"])
     table = [[cell.split("<")[0] for cell in row] for row in rows[place + 1 : place + 3]]
     assert table == [
         [f"base of {third}", "2 x 3 = 6", "25%", "2.00x (1.12 to 2.50)", "1.5", "7"],
@@ -3341,7 +3541,120 @@ def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
     assert re.match(expected, said, re.DOTALL) or expected == TIMED and as_slow, verdict
 
 
-# ---- 18. Benchmarks: python test_kevin.py bench judge, on an H200 --------------------------------
+# The engine on a GPU: a model of four layers with the head width of the large ones.
+
+
+def wide_policy(tokenizer, layers=4, kind="Qwen2"):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=5000, hidden_size=640, intermediate_size=1024, num_hidden_layers=layers,
+        num_attention_heads=10, num_key_value_heads=2, head_dim=128, tie_word_embeddings=False,
+        max_position_embeddings=32768, initializer_range=0.05)
+    with torch.device("cuda"):
+        lm = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=torch.bfloat16)
+    policy = kevin.with_adapter(lm.eval(), tokenizer, 16, 32)
+    policy.eos_ids = set()
+    move_adapter(policy)
+    return policy
+
+
+def attention_noise(policy, requests):
+    """Mean differences of log-probabilities: the engine's, and another attention kernel's."""
+    flash, gaps, noise = torch.nn.attention.SDPBackend.FLASH_ATTENTION, [], []
+    for r in requests:
+        with torch.no_grad():
+            exact = policy(r.prompt_ids, r.completion_ids, 0.9).cpu()
+            with torch.nn.attention.sdpa_kernel([flash]):
+                other = policy(r.prompt_ids, r.completion_ids, 0.9).cpu()
+        gaps.append((torch.tensor(r.logprobs) - exact).abs().mean().item())
+        noise.append((other - exact).abs().mean().item())
+    return statistics.fmean(gaps), statistics.fmean(noise)
+
+
+@gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(40, 8, 128), (8, 8, 64), (7, 1, 32)])
+def test_gpu_decode_attention_is_the_exact_one_for_unequal_lengths(heads, kv_heads, width):
+    torch.manual_seed(0)
+    lengths = [1, 0, 255, 256, 257, 5000, 64, 65, 0, 1999, 12000, 300]
+    batch, pages = len(lengths), sum(-(-n // 256) for n in lengths) + 1
+    keys, values = (torch.randn(pages, 256, kv_heads, width, device="cuda").bfloat16()
+                    for _ in "kv")
+    order, tables = (torch.randperm(pages - 1) + 1).tolist(), torch.zeros(batch, 49).int()
+    for row, n in zip(tables, lengths):
+        for i in range(-(-n // 256)):
+            row[i] = order.pop()
+    packed = torch.randn(batch, heads + 2 * kv_heads, width, device="cuda").bfloat16()
+    query, key, value = packed.split([heads, kv_heads, kv_heads], dim=1)
+    wanted_keys, wanted_values = keys.clone(), values.clone()
+    for row, n, k, v in zip(tables, lengths, key, value):
+        if n:
+            wanted_keys[row[(n - 1) // 256], (n - 1) % 256] = k
+            wanted_values[row[(n - 1) // 256], (n - 1) % 256] = v
+    for chunk in (512, 1024, 12032):
+        size = torch.tensor([chunk], dtype=torch.int32, device="cuda")
+        for _ in range(3):  # the counters must be at zero again
+            out = kevin.decode_attention(
+                query, key, value, keys, values, tables.cuda(),
+                torch.tensor(lengths, dtype=torch.int32, device="cuda"), size, width**-0.5)[:, 0]
+        assert torch.equal(keys, wanted_keys) and torch.equal(values, wanted_values)
+        for row, n, q, found in zip(tables, lengths, query, out):
+            if not n:
+                assert not found.any()
+                continue
+            k, v = (pool[row[: -(-n // 256)].cuda()].flatten(0, 1)[:n].double().transpose(0, 1)
+                    for pool in (keys, values))
+            q = q.double().view(kv_heads, -1, width)
+            exact = ((q @ k.transpose(1, 2)) * width**-0.5).softmax(-1) @ v
+            error = (found.double() - exact.view(heads, width)).norm() / exact.norm()
+            assert error < 0.01, (n, chunk)
+
+
+@gpu
+@pytest.mark.parametrize(("rows", "inputs", "ranks"), [
+    (1, 5120, 48), (64, 5120, 32), (33, 27648, 16), (7, 96, 8)])
+def test_gpu_down_kernel_is_concatenation_and_product(rows, inputs, ranks):
+    torch.manual_seed(0)
+    x = torch.randn(rows, 1, inputs, device="cuda").bfloat16()
+    down = torch.randn(ranks, inputs, device="cuda").bfloat16()
+    for _ in range(3):
+        out = kevin.with_down(x, down)
+        exact = x.double() @ down.double().T
+        assert torch.equal(out[..., :inputs], x)
+        assert (out[..., inputs:] - exact).norm() / exact.norm() < 3e-3
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
+def test_gpu_engine_samples_with_the_logprobs_of_a_full_forward(tokenizer, kind):
+    policy = wide_policy(tokenizer, kind=kind)
+    engine = kevin.Engine(policy, 24, 0.9, 2048, kv_gib=0.25)
+    assert engine.kernels
+
+    def run():
+        draw = random.Random(5)
+        items = [request(i, 20 + 13 * i, [draw.randrange(5000) for _ in range(1 + 37 * i)])
+                 for i in range(30)]
+        items += [request(90 + i, 60, items[20].prompt_ids) for i in range(6)]
+        for item in items:
+            engine.add(item)
+        while len(engine):
+            engine.step()
+        gap, noise = attention_noise(policy, items)
+        assert gap < 1.5 * noise < 0.1, (gap, noise)
+        assert [len(r.completion_ids) for r in items] == [r.max_new_tokens for r in items]
+        return answers(items)
+
+    first, pages = run(), len(engine.free)
+    assert not any(engine.uses)
+    graphs = len(engine.graphs)
+    move_adapter(policy)
+    assert run() != first and len(engine.graphs) == graphs and len(engine.free) == pages
+    engine.free = engine.free[-30:]  # a pool that runs dry
+    run()
+    assert len(engine.free) == 30
+
+
+# ---- 18. Benchmarks: python test_kevin.py bench judge|rollout|train|step|soak, on an H200 --------
 
 PLAIN = """import sys
 from torch.utils.cpp_extension import load_inline
@@ -3487,6 +3800,250 @@ def bench_soak(folder):
     say("\n".join(f"{name}: {before[name]} before, {after[name]} after" for name in before))
 
 
+LARGE = {"vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648,
+         "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
+         "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-5,
+         "tie_word_embeddings": False}
+BANDWIDTH = 4.3e12  # bytes a second that a copy reaches on an H200
+
+
+def large_folder(folder):
+    """A folder with QwQ-32B's configuration and a tokenizer, but no weights."""
+    import tokenizers
+
+    raw = tokenizers.ByteLevelBPETokenizer()
+    raw.train_from_iterator([Path(kevin.__file__).read_text()], vocab_size=4000,
+                            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    layers = int(os.environ.get("LAYERS", 64))  # fewer to try the script
+    transformers.Qwen2Config(**LARGE | {"num_hidden_layers": layers}).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        chat_template=kevin.TINY_TEMPLATE).save_pretrained(folder)
+    return str(folder)
+
+
+def large_policy(folder):
+    policy = kevin.load_policy(kevin.Config(model=large_folder(folder), random_weights=True))
+    with torch.no_grad():
+        for name, parameter in policy.lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.01)
+    policy.eos_ids = set()
+    return policy
+
+
+def gigabytes():
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+def occupy(engine, batch, length):
+    """Fills the engine with sequences of that length, as if they had been decoded so far."""
+    for request_ in engine.active:
+        engine._release(request_)
+    engine.active, engine.stale = [], True
+    for i in range(batch):
+        item = request(i, 10_000, [1] * (length - 1))
+        item.completion_ids, item.pages = [2], engine._take(-(-length // 256))
+        engine.active.append(item)
+
+
+def bench_decode(policy, engine):
+    """Prints tokens a second of whole engine steps beside the memory limit."""
+    shape = policy.base.config
+    weights_ = sum(p.numel() for n, p in policy.lm.named_parameters()
+                   if "lora" not in n and "embed_tokens" not in n) * 2
+    for batch, length in ((16, 2048), (64, 2048), (32, 8192), (16, 16384)):
+        if batch * (length // 256 + 2) > len(engine.uses):
+            continue
+        occupy(engine, batch, length)
+        for _ in range(4):
+            engine.step()
+        torch.cuda.synchronize()
+        start, count = time.time(), 24
+        for _ in range(count):
+            engine.step()
+        seconds = (time.time() - start) / count
+        graph = engine.graphs[next(n for n in kevin.BATCH_SIZES if n >= batch)][0]
+        replay = time.time()
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
+        replay = (time.time() - replay) / 10
+        held = 2 * shape.num_hidden_layers * shape.num_key_value_heads * 128 * 2 * batch * length
+        limit = (weights_ + held) / BANDWIDTH
+        say(f"decode {batch} x {length}: {batch / seconds:.0f} tokens/s, {seconds * 1e3:.1f} ms a "
+            f"step (graph alone {replay * 1e3:.1f}), limit {batch / limit:.0f}, "
+            f"{seconds / limit:.2f} times the limit")
+    occupy(engine, 0, 256)
+
+
+def bench_rollout(folder):
+    """Prints the engine's figures on a random model of QwQ-32B's shape, and transformers' own."""
+    start = time.time()
+    policy = large_policy(folder)
+    say(f"model in {time.time() - start:.0f} s, {gigabytes():.1f} GB")
+    for gib in (72, 0):  # as much as fits without training, and beside it
+        engine = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        engine = kevin.Engine(policy, 64, 0.9, 17_000, kv_gib=gib)
+        for pool in (engine.keys, engine.values):
+            for layer in pool:
+                layer.normal_()
+        say(f"pool of {len(engine.uses) * 256} tokens, "
+            f"{torch.cuda.memory_allocated() / 1e9:.1f} GB")
+        del pool, layer
+        bench_decode(policy, engine)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(150_000) for _ in range(draw.randrange(200, 2000))]
+               for _ in range(12)]
+    items = [request(i, draw.randrange(100, 300), prompts[i // 4]) for i in range(48)]
+    for item in items:
+        engine.add(item)
+    kevin.CLOCK.lap()
+    torch.cuda.synchronize()
+    start = time.time()
+    while len(engine):
+        engine.step()
+    wall, seconds = time.time() - start, kevin.CLOCK.lap()
+    new = sum(len(r.completion_ids) for r in items)
+    say(f"48 answers to 12 prompts of {sum(map(len, prompts))} tokens: {new / wall:.0f} tokens/s, "
+        f"prefill {seconds['prefill']:.1f} s, decode {seconds['decode']:.1f} s")
+    say("log-probs: engine against full forward {:.4f}, full forwards with two attention kernels "
+        "{:.4f}".format(*attention_noise(policy, items[:16:2])))
+    bench_rows(policy)
+    if "compare" in sys.argv:
+        del engine
+        compare_transformers(policy)
+
+
+def bench_rows(policy):
+    """Prints tokens a second of updates and of log-probabilities, with the pool in memory."""
+    config = kevin.Config()
+    optimizer = torch.optim.AdamW(policy.trainable(), lr=1e-5)
+    for length in (8192, 8192, 16384):
+        ids = [i % 150_000 for i in range(0, 7 * length, 7)]
+        turn = make_turn(prompt_ids=ids[:1024], completion_ids=ids[1024:], advantage=1.0,
+                         sampling_logprobs=[])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.time()
+        [sample_] = kevin.store_logprobs(policy, [turn], config)
+        torch.cuda.synchronize()
+        stored = time.time() - start
+        kevin.update(policy, optimizer, [sample_], 1, config, lambda tensor: tensor)
+        torch.cuda.synchronize()
+        update = time.time() - start - stored
+        say(f"row of {length}: log-probs {length / stored:.0f} tokens/s, update "
+            f"{length / update:.0f} tokens/s, peak {gigabytes():.1f} GB")
+
+
+def compare_transformers(policy):
+    """Prints the speed of transformers' own generate and generate_batch."""
+    torch.cuda.empty_cache()
+    lm, shape = policy.lm, policy.base.config
+    cache = transformers.DynamicCache()
+    for layer in range(shape.num_hidden_layers):
+        cache.update(*(torch.randn(64, 8, 2048, 128, device="cuda", dtype=torch.bfloat16)
+                       for _ in "kv"), layer)
+    ids = torch.randint(0, 150_000, (64, 2049), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    times = []
+    for count in (2, 2, 6):
+        torch.cuda.synchronize()
+        start = time.time()
+        lm.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, do_sample=True,
+                    max_new_tokens=count, min_new_tokens=count, temperature=0.9, top_k=0)
+        torch.cuda.synchronize()
+        times.append(time.time() - start)
+        cache.crop(2048)
+    seconds = (times[2] - times[1]) / 4
+    say(f"generate, 64 x 2048, one row padded: {64 / seconds:.0f} tokens/s")
+    del cache
+    torch.cuda.empty_cache()
+    prompts, times = torch.randint(0, 150_000, (16, 2048)).tolist(), []
+    for count in (4, 4, 20):
+        settings = transformers.GenerationConfig(
+            max_new_tokens=count, do_sample=True, temperature=0.9, eos_token_id=-1, pad_token_id=0)
+        start = time.time()
+        found = policy.base.generate_batch(prompts, generation_config=settings, progress_bar=False)
+        assert len(found) == 16 and all(len(f.generated_tokens) == count for f in found.values())
+        times.append(time.time() - start)
+    say(f"generate_batch, 16 x 2048: {16 * 16 / (times[2] - times[1]):.0f} tokens/s")
+
+
+ELEMENTWISE = """Okay, one thread an element.
+</think>
+```python
+import torch
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline
+
+source = '''
+__global__ void apply_kernel(const float* x, float* out, int64_t n) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) { float v = x[i]; out[i] = %s; }
+}
+torch::Tensor apply(torch::Tensor x) {
+    auto out = torch::empty_like(x);
+    int64_t n = x.numel();
+    apply_kernel<<<(n + %d - 1) / %d, %d>>>(x.data_ptr<float>(), out.data_ptr<float>(), n);
+    return out;
+}
+'''
+ext = load_inline(name="ext", cpp_sources="torch::Tensor apply(torch::Tensor x);",
+                  cuda_sources=source, functions=["apply"])
+
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return ext.apply(x)
+```
+One thread an element.
+"""
+
+
+def bench_step(folder):
+    """Trains a random model of QwQ-32B's shape, and prints where the time goes.
+
+    Its noise is replaced by kernels, right and wrong ones for the tasks, before they are judged.
+    Arguments: run folder, which is gone on with, and steps. TASKS and TOKENS set the size.
+    """
+    run, steps, size = Path(sys.argv[3]), int(sys.argv[4]), int(os.environ.get("TOKENS", 400))
+    rows = [json.loads(line) for line in (ROOT / "tasks.jsonl").read_text().splitlines()]
+    chosen = [r for r in rows if r["id"] in os.environ.get("TASKS", "L1-019 L1-022").split()]
+    rank, lines = int(os.environ.get("RANK", 0)), (run / "metrics.jsonl")
+    seen = len(lines.read_text().splitlines()) if lines.exists() else 0
+    inputs = Path(f"{run}-inputs")
+    large_folder(f"{folder}/inputs")
+    Path(folder, "inputs/tasks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in chosen))
+    with contextlib.suppress(OSError):  # another process, or the run's first one, made them
+        Path(folder, "inputs").rename(inputs)
+    texts = [ELEMENTWISE % (e, b, b, b) for b in (64, 128, 256, 512)
+             for e in ("v > 0.f ? v : 0.f", "tanhf(v)", "1.f / (1.f + expf(-v))")]
+    random.Random(1).shuffle(texts)
+    kevin.Policy.decode = lambda self, ids: texts[sum(ids[:20]) % len(texts)]
+    config = kevin.Config(
+        tasks=f"{inputs}/tasks.jsonl", model=str(inputs), random_weights=True, turns=2,
+        tasks_per_step=len(chosen), trajectories=8, max_new_tokens=size, late_new_tokens=size,
+        max_prompt_tokens=4096, cache=f"{run}-cache", steps=steps, out=str(run))
+    train_step, policies = kevin.train_step, []
+    kevin.train_step = lambda policy, *rest: (
+        policies.append(policy), train_step(policy, *rest))[1]
+    kevin.train(config)
+    mark = hashlib.sha256(weights(policies[0]).cpu().numpy().tobytes()).hexdigest()[:16]
+    say(f"rank {rank}: adapter {mark}, peak {gigabytes():.1f} GB")
+    for line in [] if rank else lines.read_text().splitlines()[seen:]:
+        metrics = json.loads(line)
+        parts = {k[5:]: v for k, v in metrics.items() if k.startswith("time/")}
+        say(f"step {metrics['step'] + 1}: " + ", ".join(
+            f"{k} {v:.1f} s" for k, v in sorted(parts.items(), key=lambda p: -p[1])))
+        say(f"  correct {metrics['kernel/correct']:.0%}, sampling gap "
+            f"{metrics['policy/sampling_gap']:.3f}, gradient {metrics['policy/grad_norm']:.3g}")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        {"judge": bench_judge, "soak": bench_soak}[sys.argv[2]](temporary)
+        {"judge": bench_judge, "soak": bench_soak, "rollout": bench_rollout,
+         "step": bench_step}[sys.argv[2]](temporary)
