@@ -2900,10 +2900,9 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             raise JudgeFault(f"the judge failed {faults} times in a row: {verdict.message}")
         owner, text = request.owner, chat.decode(request.completion_ids)
         _, kernel, summary = parse_response(text)
-        owner.turns.append(on_turn(Turn(
-            owner.task.id, owner.step, owner.index, len(owner.turns), request.prompt, text,
-            request.prompt_ids, request.completion_ids, request.logprobs, request.finish_reason,
-            kernel, summary, verdict, feedback(verdict),
+        owner.turns.append(on_turn(Turn(owner.task.id, owner.step, owner.index, len(owner.turns),
+            request.prompt, text, request.prompt_ids, request.completion_ids, request.logprobs,
+            request.finish_reason, kernel, summary, verdict, feedback(verdict),
             kernel_score(verdict, config.correct_weight))))
         ask(owner)
 
@@ -3591,8 +3590,9 @@ def show(run: Path, wanted: str) -> None:
     elif wanted not in trajectories:
         raise UserError(f"{run} holds no trajectory {wanted}; `show {run}` lists them")
     for turn in trajectories.get(wanted, ()):
-        print(f"==== turn {turn.turn + 1}: {turn.verdict.outcome}, score {turn.score}, return "
-              f"{turn.return_}, advantage {turn.advantage} ====\n{turn.completion}\n"
+        numbers = {"score": turn.score, "return": turn.return_, "advantage": turn.advantage}
+        facts = "".join(f", {name} {x:.4g}" for name, x in numbers.items() if x is not None)
+        print(f"==== turn {turn.turn + 1}: {turn.verdict.outcome}{facts} ====\n{turn.completion}\n"
               f"---- feedback ----\n{turn.feedback}\n")
 
 
