@@ -2287,6 +2287,32 @@ def test_training_raises_the_score_and_a_flipped_sign_lowers_it(tokenizer, tmp_p
     assert scores[1][-1] > 4 > 0.6 > scores[-1][-1], scores
 
 
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_a_launch_that_shards_the_model_is_refused_with_the_reason(monkeypatch, tmp_path, kind):
+    import accelerate
+
+    world = types.SimpleNamespace(distributed_type=accelerate.DistributedType[kind])
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: world)
+    with pytest.raises(kevin.UserError, match=f"{kind} shards the model"):
+        kevin.train(kevin.Config(tiny=True, out=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize(("visible", "device", "expected"), [
+    (None, 3, "3"), ("0,1", 1, "1"), ("GPU-aa,GPU-bb", 0, "GPU-aa"), ("6,2", 1, "2")])
+def test_every_process_judges_on_its_own_gpu(monkeypatch, visible, device, expected):
+    seen = {}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(kevin.subprocess, "Popen", lambda argv, env, **_: seen.update(env))
+    judge = object.__new__(kevin.Judge)
+    judge.device = "cuda"
+    judge._start_zygote()
+    judge.zygote_sock.close()
+    assert seen["CUDA_VISIBLE_DEVICES"] == expected
+
+
 def test_two_processes_with_unequal_shares_make_the_step_of_one(tokenizer, tmp_path):
     script, after = tmp_path / "two.py", tmp_path / "after.pt"
     script.write_text(f"""import sys
@@ -3411,6 +3437,26 @@ def test_gpu_down_kernel_is_concatenation_and_product(rows, inputs, ranks):
         exact = x.double() @ down.double().T
         assert torch.equal(out[..., :inputs], x)
         assert (out[..., inputs:] - exact).norm() / exact.norm() < 3e-3
+
+
+@gpu
+def test_gpu_policy_from_a_folder_is_the_saved_model_with_the_same_adapter_everywhere(
+        tokenizer, tmp_path):
+    lm = wide_policy(tokenizer).lm.unload()
+    for module in lm.modules():  # joined weights are views of one storage
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = module.weight.data.clone()
+    lm.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    first, second = (kevin.load_policy(kevin.Config(model=str(tmp_path))) for _ in range(2))
+    assert torch.equal(weights(first), weights(second)) and weights(first).any()
+    with torch.no_grad():
+        row = torch.tensor([PROMPT + ANSWER], device="cuda")
+        exact = (lm(row).logits[0].float() / 0.9).log_softmax(-1)[len(PROMPT) - 1 : -1]
+        exact = exact.gather(1, row[0, len(PROMPT) :, None])[:, 0]
+        assert (first(PROMPT, ANSWER, 0.9) - exact).abs().max() < 0.05
+    with pytest.raises(kevin.UserError, match="holds no adapter"):
+        kevin.load_policy(kevin.Config(model=str(tmp_path), adapter=str(tmp_path)))
 
 
 @gpu
