@@ -1731,16 +1731,17 @@ def as_kernel(ids):
     return f"Okay.\n</think>\n```\n{text}\n```\nSaid." if ids[0] % 2 == 0 else "Okay, " + text
 
 
-def roll(policy, judge, decode=as_kernel, max_batch=8, seed=0, on_turn=lambda turn: None):
+def roll(policy, judge, decode=as_kernel, max_batch=8, seed=0, on_turn=lambda turn: None,
+         indices=range(4)):
     """The turns of four trajectories of three turns, in the order of their reports."""
     engine, turns = kevin.Engine(policy, max_batch, 0.9, 4096), []
     chat = types.SimpleNamespace(render=policy.render, decode=decode,
                                  control_tokens=policy.control_tokens)
     config = kevin.Config(turns=3, seed=seed, correct_weight=0.3)
-    start = [kevin.Trajectory(TASK, 2, index) for index in range(4)]
+    start = [kevin.Trajectory(TASK, 2, index) for index in indices]
     kevin.rollout(engine, judge, chat, start, config, 6,
                   lambda turn: (turns.append(turn), on_turn(turn)))
-    assert [t.turns for t in start] == [[u for u in turns if u.trajectory == i] for i in range(4)]
+    assert [t.turns for t in start] == [[u for u in turns if u.trajectory == i] for i in indices]
     return turns
 
 
@@ -1783,6 +1784,7 @@ def test_equal_seeds_give_equal_turns_for_any_batch_size(talker):
 
     first = sampled()
     assert sampled(max_batch=2) == first != sampled(seed=1)
+    assert sampled(indices=[2]) | sampled(indices=[0, 3, 1]) == first  # as if on two processes
     assert len(set(first.values())) == len(first)
 
 
@@ -3485,6 +3487,14 @@ def test_gpu_engine_samples_with_the_logprobs_of_a_full_forward(tokenizer, kind)
     graphs = len(engine.graphs)
     move_adapter(policy)
     assert run() != first and len(engine.graphs) == graphs and len(engine.free) == pages
+    before = torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0] - kevin.update_bytes(policy, 500_000)
+    sized = kevin.Engine(policy, 1024, 0.9, 500_000)
+    held = torch.cuda.memory_allocated() - before
+    assert abs(held - free) < 2**30, "the pool takes what an update leaves"
+    del sized
+    gc.collect()
+    torch.cuda.empty_cache()
     engine.free = engine.free[-30:]  # a pool that runs dry
     run()
     assert len(engine.free) == 30
@@ -3753,6 +3763,14 @@ def bench_rollout(folder):
         compare_transformers(policy)
 
 
+def bench_train(folder):
+    """Prints the speed of updates on a random model of QwQ-32B's shape, its pool kept."""
+    policy = large_policy(folder)
+    engine = kevin.Engine(policy, 64, 0.9, 17_000)
+    say(f"pool of {len(engine.uses) * 256} tokens, {torch.cuda.memory_allocated() / 1e9:.1f} GB")
+    bench_rows(policy)
+
+
 def bench_rows(policy):
     """Prints tokens a second of updates and of log-probabilities, with the pool in memory."""
     config = kevin.Config()
@@ -3881,5 +3899,5 @@ def bench_step(folder):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        {"judge": bench_judge, "soak": bench_soak, "rollout": bench_rollout,
+        {"judge": bench_judge, "soak": bench_soak, "rollout": bench_rollout, "train": bench_train,
          "step": bench_step}[sys.argv[2]](temporary)
