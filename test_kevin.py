@@ -1736,16 +1736,17 @@ def as_kernel(ids):
     return f"Okay.\n</think>\n```\n{text}\n```\nSaid." if ids[0] % 2 == 0 else "Okay, " + text
 
 
-def roll(policy, judge, decode=as_kernel, max_batch=8, seed=0, on_turn=lambda turn: None):
+def roll(policy, judge, decode=as_kernel, max_batch=8, seed=0, on_turn=lambda turn: None,
+         indices=range(4)):
     """The turns of four trajectories of three turns, in the order of their reports."""
     engine, turns = kevin.Engine(policy, max_batch, 0.9, 4096), []
     chat = types.SimpleNamespace(render=policy.render, decode=decode,
                                  control_tokens=policy.control_tokens)
     config = kevin.Config(turns=3, seed=seed, correct_weight=0.3)
-    start = [kevin.Trajectory(TASK, 2, index) for index in range(4)]
+    start = [kevin.Trajectory(TASK, 2, index) for index in indices]
     kevin.rollout(engine, judge, chat, start, config, 6,
                   lambda turn: (turns.append(turn), on_turn(turn), turn)[2])
-    assert [t.turns for t in start] == [[u for u in turns if u.trajectory == i] for i in range(4)]
+    assert [t.turns for t in start] == [[u for u in turns if u.trajectory == i] for i in indices]
     return turns
 
 
@@ -1788,6 +1789,7 @@ def test_equal_seeds_give_equal_turns_for_any_batch_size(talker):
 
     first = sampled()
     assert sampled(max_batch=2) == first != sampled(seed=1)
+    assert sampled(indices=[2]) | sampled(indices=[0, 3, 1]) == first  # as if on two processes
     assert len(set(first.values())) == len(first)
 
 
@@ -2290,6 +2292,32 @@ def test_training_raises_the_score_and_a_flipped_sign_lowers_it(tokenizer, tmp_p
         scores[sign] = [json.loads(line)["score/mean"] for line in lines]
     assert scores[1][0] == scores[-1][0] and 0.5 < scores[1][0] < 2
     assert scores[1][-1] > 4 > 0.6 > scores[-1][-1], scores
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_a_launch_that_shards_the_model_is_refused_with_the_reason(monkeypatch, tmp_path, kind):
+    import accelerate
+
+    world = types.SimpleNamespace(distributed_type=accelerate.DistributedType[kind])
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: world)
+    with pytest.raises(kevin.UserError, match=f"{kind} shards the model"):
+        kevin.train(kevin.Config(tiny=True, out=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize(("visible", "device", "expected"), [
+    (None, 3, "3"), ("0,1", 1, "1"), ("GPU-aa,GPU-bb", 0, "GPU-aa"), ("6,2", 1, "2")])
+def test_every_process_judges_on_its_own_gpu(monkeypatch, visible, device, expected):
+    seen = {}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(kevin.subprocess, "Popen", lambda argv, env, **_: seen.update(env))
+    judge = object.__new__(kevin.Judge)
+    judge.device = "cuda"
+    judge._start_zygote()
+    judge.zygote_sock.close()
+    assert seen["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_two_processes_with_unequal_shares_make_the_step_of_one(tokenizer, tmp_path):
@@ -3624,6 +3652,26 @@ def test_gpu_down_kernel_is_concatenation_and_product(rows, inputs, ranks):
 
 
 @gpu
+def test_gpu_policy_from_a_folder_is_the_saved_model_with_the_same_adapter_everywhere(
+        tokenizer, tmp_path):
+    lm = wide_policy(tokenizer).lm.unload()
+    for module in lm.modules():  # joined weights are views of one storage
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = module.weight.data.clone()
+    lm.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    first, second = (kevin.load_policy(kevin.Config(model=str(tmp_path))) for _ in range(2))
+    assert torch.equal(weights(first), weights(second)) and weights(first).any()
+    with torch.no_grad():
+        row = torch.tensor([PROMPT + ANSWER], device="cuda")
+        exact = (lm(row).logits[0].float() / 0.9).log_softmax(-1)[len(PROMPT) - 1 : -1]
+        exact = exact.gather(1, row[0, len(PROMPT) :, None])[:, 0]
+        assert (first(PROMPT, ANSWER, 0.9) - exact).abs().max() < 0.05
+    with pytest.raises(kevin.UserError, match="holds no adapter"):
+        kevin.load_policy(kevin.Config(model=str(tmp_path), adapter=str(tmp_path)))
+
+
+@gpu
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
 def test_gpu_engine_samples_with_the_logprobs_of_a_full_forward(tokenizer, kind):
     policy = wide_policy(tokenizer, kind=kind)
@@ -3649,6 +3697,14 @@ def test_gpu_engine_samples_with_the_logprobs_of_a_full_forward(tokenizer, kind)
     graphs = len(engine.graphs)
     move_adapter(policy)
     assert run() != first and len(engine.graphs) == graphs and len(engine.free) == pages
+    before = torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0] - kevin.update_bytes(policy, 500_000)
+    sized = kevin.Engine(policy, 1024, 0.9, 500_000)
+    held = torch.cuda.memory_allocated() - before
+    assert abs(held - free) < 2**30, "the pool takes what an update leaves"
+    del sized
+    gc.collect()
+    torch.cuda.empty_cache()
     engine.free = engine.free[-30:]  # a pool that runs dry
     run()
     assert len(engine.free) == 30
@@ -3917,6 +3973,14 @@ def bench_rollout(folder):
         compare_transformers(policy)
 
 
+def bench_train(folder):
+    """Prints the speed of updates on a random model of QwQ-32B's shape, its pool kept."""
+    policy = large_policy(folder)
+    engine = kevin.Engine(policy, 64, 0.9, 17_000)
+    say(f"pool of {len(engine.uses) * 256} tokens, {torch.cuda.memory_allocated() / 1e9:.1f} GB")
+    bench_rows(policy)
+
+
 def bench_rows(policy):
     """Prints tokens a second of updates and of log-probabilities, with the pool in memory."""
     config = kevin.Config()
@@ -4045,5 +4109,5 @@ def bench_step(folder):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        {"judge": bench_judge, "soak": bench_soak, "rollout": bench_rollout,
+        {"judge": bench_judge, "soak": bench_soak, "rollout": bench_rollout, "train": bench_train,
          "step": bench_step}[sys.argv[2]](temporary)
