@@ -2283,8 +2283,8 @@ def kernel(function):
 
 @kernel
 def down_kernel(x, down, out, partial, counter, rows, inputs, x_stride, out_stride,
-                ranks: constexpr, padded: constexpr, TILES: constexpr,
-                SLICES: constexpr, M: constexpr, K: constexpr):
+                ranks: constexpr, padded: constexpr, TILES: constexpr, SLICES: constexpr,
+                M: constexpr, K: constexpr):
     """out = [x, x down']: each program copies and multiplies a slice of 16 rows; the last sums."""
     piece, block = tl.program_id(0), tl.program_id(1)
     row, rank = block * M + tl.arange(0, M), tl.arange(0, padded)
@@ -2338,10 +2338,8 @@ def with_down(x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
 @kernel
 def attention_kernel(query, key, value, keys, values, tables, lengths, chunk, partial, norms,
                      counter, out, batch_q, head_q, batch_k, head_k, batch_v, head_v, table_width,
-                     scale,
-                     GROUP: constexpr, padded: constexpr, WIDTH: constexpr,
-                     PAGE: constexpr, N: constexpr, SLOTS: constexpr,
-                     HEADS: constexpr):
+                     scale, GROUP: constexpr, padded: constexpr, WIDTH: constexpr, PAGE: constexpr,
+                     N: constexpr, SLOTS: constexpr, HEADS: constexpr):
     """One chunk of a sequence for the query heads of one key head; the last program combines."""
     row, head, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length, size = tl.load(lengths + row), tl.load(chunk)
