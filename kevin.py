@@ -3105,6 +3105,13 @@ def open_run(config: Config, command: str) -> Path:
     return run
 
 
+def stored_config(run: Path) -> dict:
+    """The configuration of a run folder; UserError if it is none."""
+    if not (run / "config.json").exists():
+        raise UserError(f"{run} holds no run (config.json)")
+    return json.loads((run / "config.json").read_text())
+
+
 def read_turns(path: Path):
     """Turns of a log, one by one; a torn last line (the process was killed in it) is ignored."""
     if path.exists():
@@ -3537,13 +3544,8 @@ def evaluate(config: Config) -> None:
 
 
 def audit(run: Path) -> int:
-    """Recomputes kernels, feedback, scores, returns and advantages from a run's log.
-
-    Prints what disagrees, and returns how much.
-    """
-    if not (run / "config.json").exists():
-        raise UserError(f"{run} holds no run (config.json)")
-    config, wrong = Config(**json.loads((run / "config.json").read_text())), 0
+    """Recomputes kernels, feedback, scores, returns, advantages of a log; 1 if any disagrees."""
+    config, wrong = Config(**stored_config(run)), 0
 
     def compare(was, now, *names):
         nonlocal wrong
@@ -3567,25 +3569,24 @@ def audit(run: Path) -> int:
             compare(was, now, "return_", "advantage")
     count = sum(len(turns) for turns in steps.values())
     print(f"{count} turns of {len(steps)} steps recomputed, {wrong} disagreements")
-    return wrong
+    return int(wrong > 0)
 
 
-def show(run: Path, wanted: str) -> None:
+def show(run: Path, trajectory: str) -> None:
     """Prints the trajectories of a run, or the turns of one, STEP/TASK/INDEX."""
-    if not (run / "turns.jsonl").exists():
-        raise UserError(f"{run} holds no run (turns.jsonl)")
+    stored_config(run)  # there must be one
     trajectories: dict[str, list[Turn]] = {}
     for turn in read_turns(run / "turns.jsonl"):
         name = f"{turn.step}/{turn.task}/{turn.trajectory}"
-        trajectories.setdefault(name, []).append(turn if name == wanted else turn.light())
+        trajectories.setdefault(name, []).append(turn if name == trajectory else turn.light())
     for turns in trajectories.values():
         turns.sort(key=lambda t: t.key)
-    if not wanted:
+    if not trajectory:
         for name, turns in sorted(trajectories.items(), key=lambda item: item[1][0].key):
             print(name, *[f"{t.verdict.outcome} {t.score or 0:.2f}" for t in turns], sep="  ")
-    elif wanted not in trajectories:
-        raise UserError(f"{run} holds no trajectory {wanted}; `show {run}` lists them")
-    for turn in trajectories.get(wanted, ()):
+    elif trajectory not in trajectories:
+        raise UserError(f"{run} holds no trajectory {trajectory}; `show {run}` lists them")
+    for turn in trajectories.get(trajectory, ()):
         numbers = {"score": turn.score, "return": turn.return_, "advantage": turn.advantage}
         facts = "".join(f", {name} {x:.4g}" for name, x in numbers.items() if x is not None)
         print(f"==== turn {turn.turn + 1}: {turn.verdict.outcome}{facts} ====\n{turn.completion}\n"
@@ -3766,8 +3767,8 @@ def read_run(folder: Path, number: int) -> dict:
             "run": str(folder), "step": variants[step] if step < len(variants) else step,
             "task": task, "turns": [turn[0] for turn in turns],
             "packed": [turn[1] for turn in turns]})
-    return {"name": str(folder), "config": json.loads((folder / "config.json").read_text()),
-            "series": series, "trajectories": trajectories, "results": results}
+    return {"name": str(folder), "config": stored_config(folder), "series": series,
+            "trajectories": trajectories, "results": results}
 
 
 def unpacked(rows: list[bytes]) -> list[dict]:
@@ -3855,8 +3856,7 @@ def tables(runs: list[dict]) -> str:
 def report(runs: list[Path], out: Path) -> None:
     """One page of the runs' curves, tables and trajectories, which needs no network or server."""
     for folder in runs:
-        if not (folder / "config.json").exists():
-            raise UserError(f"{folder} holds no run (config.json)")
+        stored_config(folder)  # before any of them is read
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("report draws with matplotlib: pip install matplotlib")
     read = [read_run(folder, number) for number, folder in enumerate(runs)]
@@ -3888,6 +3888,27 @@ def report(runs: list[Path], out: Path) -> None:
 # ---- 15. Tasks: the admission gate (paper A) -----------------------------------------------------
 
 EAGER_RANGE_MS, TASK_MEMORY = (0.1, 20.0), 12 << 30  # on an H200
+
+
+def listed_tasks(files: str) -> list[Task]:
+    """The tasks of comma-separated task files."""
+    return [task for file in files.split(",") for task in load_tasks(file)]
+
+
+def find_task(wanted: str, files: str) -> Task:
+    """The task program `wanted`, or the task of that id in comma-separated files."""
+    if wanted.endswith(".py"):
+        return load_tasks(wanted)[0]
+    known = {task.id: task for task in listed_tasks(files)}
+    if wanted not in known:
+        raise UserError(f"unknown task {wanted}; there are {', '.join(list(known)[:20])}")
+    return known[wanted]
+
+
+def show_task(task: str, tasks: str) -> None:
+    """`tasks show ID`: prints a program."""
+    found = find_task(task, tasks)
+    print(f"# {found.id} {found.name}: {found.ops}\n{found.code}")
 
 
 class WithoutCall(torch.overrides.TorchFunctionMode):
@@ -3998,12 +4019,12 @@ def check_task(task: Task, device: str) -> dict:
     return row
 
 
-def check_tasks(tasks: list[Task], device: str, as_json: bool) -> int:
-    """Prints a line a task and a summary; the number of tasks that fail the gate (A)."""
+def check_tasks(tasks: str, as_json: bool, device: str) -> int:
+    """`tasks check [FILE]`: a line a task and a summary; 1 if a task of a task file fails (A)."""
     from accelerate.utils import tqdm
 
-    failed = 0
-    for task in tqdm(tasks, desc="gate", unit="task"):
+    failed, listed = 0, listed_tasks(tasks)
+    for task in tqdm(listed, desc="gate", unit="task"):
         row = check_task(task, device)
         failed += bool(row["faults"])
         numbers = [f"{name} {row[name]:.3g}" for name in ("ms", "GiB", "std", "eager_error")
@@ -4012,8 +4033,8 @@ def check_tasks(tasks: list[Task], device: str, as_json: bool) -> int:
         text = f"{task.id:8} {'FAIL' if row['faults'] else 'ok':4} {', '.join(numbers)}"
         text = json.dumps(row) if as_json else "\n         ".join([text, *row["faults"]])
         print(text, flush=True)
-    print(f"{len(tasks)} tasks, {failed} fail the gate", file=sys.stderr)
-    return failed
+    print(f"{len(listed)} tasks, {failed} fail the gate", file=sys.stderr)
+    return int(failed > 0 and not Path(tasks).is_dir())  # KernelBench's own have known faults
 
 
 MAIN_OPERATORS = "Conv2d Matmul Gemm BMM Conv3d ConvTranspose2d ConvTranspose3d".split()
@@ -4056,14 +4077,33 @@ def unsafe_program(code: str) -> str:
     return ""
 
 
-def make_tasks(count: int, out: Path, ask, device: str, seen: list[Task], seed: int) -> None:
-    """Adds tasks to out until it holds `count`: drawn operators, a model's program, the gate (A.2).
+def model_asker(model: str, api_base: str):
+    """ask(prompt, seed): the answer of a server's model, or of one that is loaded here."""
+    config = Config(model=model)
+    longest = config.max_prompt_tokens + config.max_new_tokens
+    chat = Server(api_base, config) if api_base else load_policy(config)
+    engine = chat if api_base else Engine(chat, 1, config.temperature, longest)
 
-    ask(prompt, seed) is the model. Every attempt is noted beside out, and no sequence is tried
-    twice, not even after a restart. Look at what it kept before you train on it.
+    def ask(prompt, seed):
+        text, ids = chat.render([{"role": "user", "content": prompt}])
+        request = Request(None, text, ids, config.max_new_tokens, random.Random(seed))
+        engine.add(request)
+        while len(engine):
+            engine.step()
+        return chat.decode(request.completion_ids)
+
+    return ask
+
+
+def make_tasks(count: int, out: Path, model: str, api_base: str, seed: int, tasks: str,
+               device: str) -> None:
+    """`tasks make N`: draws operators, has a program written, tries it, until out has N tasks (A).
+
+    Every attempt is noted beside out, and no sequence is tried twice, not even after a restart.
     """
     from accelerate.utils import tqdm
 
+    ask, seen = model_asker(model, api_base), listed_tasks(tasks)
     notes = out.with_suffix(".attempts.jsonl")
     lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
     tried = [json.loads(line)["name"] for line in lines]
@@ -4199,10 +4239,34 @@ def load_tiny(folder: Path, config: Config, adapter: str = "") -> Policy:
 
 # ---- 17. Command line ----------------------------------------------------------------------------
 
-EVAL_ONLY = ("adapter", "api_base", "beam", "compile_baseline")
-EVAL_OPTIONS = """tasks model random_weights adapter api_base beam compile_baseline tiny turns
-    trajectories temperature max_prompt_tokens max_new_tokens correct_weight lora_rank lora_alpha
-    max_batch kv_gib build_jobs cache unsafe out resume seed""".split()
+EVAL_ONLY = ["adapter", "api_base", "beam", "compile_baseline"]
+TRAIN_ONLY = """tasks_per_step late_new_tokens late_step gamma aggregate scale steps learning_rate
+    updates_per_step warmup_updates clip_low clip_high stop_on_junk max_grad_norm kl
+    length_normalizer""".split()
+RUN = {"type": Path, "help": "run folder"}
+TASK_FILES = {"default": "tasks.jsonl,eval_tasks.jsonl", "help": "task files, comma-separated"}
+DEVICE = {"choices": ("cuda", "cpu"), "help": "default: cuda if found"}
+AS_JSON = {"dest": "as_json", "action": "store_true", "help": "JSON objects on stdout"}
+ARGUMENTS = {  # of the commands that have no Config, as argparse takes them
+    "score": {
+        "--task": {"required": True, "help": "task id, or a task program (.py)"},
+        "--candidate": {"required": True, "nargs": "+", "help": "candidate files"},
+        "--tasks": TASK_FILES, "--json": AS_JSON, "--device": DEVICE,
+        "--cache": {"default": Config.cache, "help": "folder of built kernels"},
+        "--unsafe": {"action": "store_true", "help": "run what cannot be contained"}},
+    "audit": {"run": RUN},
+    "show": {"run": RUN, "trajectory": {"nargs": "?", "default": "", "help": "STEP/TASK/INDEX"}},
+    "report": {"runs": RUN | {"nargs": "+"},
+               "--out": {"type": Path, "default": "report.html", "help": "page to write"}},
+    "tasks show": {"task": {"help": "task id"}, "--tasks": TASK_FILES},
+    "tasks check": {"tasks": TASK_FILES | {"nargs": "?"}, "--json": AS_JSON, "--device": DEVICE},
+    "tasks make": {
+        "count": {"type": int, "help": "number of tasks in the end"},
+        "--out": {"type": Path, "default": "new_tasks.jsonl", "help": "file that is filled"},
+        "--model": {"default": Config.model, "help": "model that writes tasks"},
+        "--api-base": {"default": "", "help": "OpenAI-compatible server of that model"},
+        "--seed": {"type": int, "default": 0, "help": "seed of the sequences"},
+        "--tasks": TASK_FILES, "--device": DEVICE}}
 
 
 def make_parser(command: str) -> argparse.ArgumentParser:
@@ -4214,6 +4278,8 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"kevin.py {command}", allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = complain
+    for name, options in ARGUMENTS.get(command, {}).items():
+        parser.add_argument(name, **options)
     return parser
 
 
@@ -4224,7 +4290,7 @@ def parse_config(command: str, argv: list[str]) -> Config:
     """
     parser = make_parser(command)
     for f in fields(Config):
-        if f.name in EVAL_OPTIONS if command == "eval" else f.name not in EVAL_ONLY:
+        if f.name not in (TRAIN_ONLY if command == "eval" else EVAL_ONLY):
             kind = {"choices": get_args(f.type)} if get_args(f.type) else {"type": f.type}
             kind = {"action": "store_true"} if f.type is bool else kind
             flags = ["--" + f.name.replace("_", "-")] + ["--k"] * (f.name == "trajectories")
@@ -4236,135 +4302,52 @@ def parse_config(command: str, argv: list[str]) -> Config:
         kept = ("turns", "trajectories") if command == "eval" else ()
         tiny = {k: v for k, v in TINY.items() if hasattr(given, k) and k not in kept}
         parser.set_defaults(tasks="tasks.jsonl", **tiny)
-    if getattr(given, "resume", ""):
-        stored = Path(given.resume) / "config.json"
-        if not stored.exists():
-            raise UserError(f"run folder {given.resume} holds no run (config.json)")
-        parser.set_defaults(**json.loads(stored.read_text()))
+    if given.resume:
+        parser.set_defaults(**stored_config(Path(given.resume)))
     return Config(**vars(parser.parse_args(argv)))
 
 
-def score(argv: list[str]) -> int:
+def score(task: str, candidate: list[str], tasks: str, as_json: bool, device: str, cache: str,
+          unsafe: bool) -> int:
     """`score`: verdicts on candidate files; 0 all correct, 1 some not, 3 the judge failed."""
-    parser = make_parser("score")
-    parser.add_argument("--task", required=True, help="task id, or a task program (.py)")
-    parser.add_argument("--candidate", required=True, nargs="+", help="candidate files")
-    parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl",
-                        help="task files in which an id is looked up, separated by commas")
-    parser.add_argument("--json", action="store_true", help="a JSON object a candidate on stdout")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if found")
-    parser.add_argument("--cache", default=Config.cache, help="folder of built kernels")
-    parser.add_argument("--unsafe", action="store_true", help="run what cannot be contained")
-    args = parser.parse_args(argv)
-    paths = [args.task] if args.task.endswith(".py") else args.tasks.split(",")
-    known = {t.id: t for path in paths for t in load_tasks(path)}
-    task = known.get(Path(args.task).stem if args.task.endswith(".py") else args.task)
-    if task is None:
-        raise UserError(f"unknown task {args.task}; there are {', '.join(list(known)[:20])}")
-    for file in args.candidate:
+    problem, outcomes = find_task(task, tasks), set()
+    for file in candidate:
         if not Path(file).is_file():
             raise UserError(f"candidate file {file} does not exist")
-    device, outcomes = args.device or ("cuda" if torch.cuda.is_available() else "cpu"), set()
-    with Judge(device, args.cache, unsafe=args.unsafe) as judge:
-        builds = [judge.submit(Path(file).read_text()) for file in args.candidate]
-        for file, build in zip(args.candidate, builds):
+    with Judge(device, cache, unsafe=unsafe) as judge:
+        builds = [judge.submit(Path(file).read_text()) for file in candidate]
+        for file, build in zip(candidate, builds):
             built = build.result()
-            verdict = built if isinstance(built, Verdict) else judge.check(task, built)
+            verdict = built if isinstance(built, Verdict) else judge.check(problem, built)
             outcomes.add(verdict.outcome)
-            row = {"candidate": file, "task": task.id, **asdict(verdict),
+            row = {"candidate": file, "task": problem.id, **asdict(verdict),
                    "score": kernel_score(verdict), "feedback": feedback(verdict)}
             text = f"{file}: {verdict.outcome}, score {row['score']}\n{row['feedback']}\n"
-            print(json.dumps(row) if args.json else text, flush=True)
+            print(json.dumps(row) if as_json else text, flush=True)
     return 3 if "judge_error" in outcomes else int(outcomes != {"correct"})
 
 
-def model_asker(args):
-    """ask(prompt, seed) for `tasks make`: a server's model, or one that is loaded here."""
-    config = Config(model=args.model)
-    if args.api_base:
-        server = Server(args.api_base, config)
-        return lambda prompt, seed: server.ask([{"role": "user", "content": prompt}],
-                                               config.max_new_tokens, random.Random(seed))[0]
-    policy = load_policy(config)
-    engine = Engine(policy, 1, config.temperature, config.max_prompt_tokens + config.max_new_tokens)
-
-    def ask(prompt, seed):
-        text, ids = policy.render([{"role": "user", "content": prompt}])
-        request = Request(None, text, ids, config.max_new_tokens, random.Random(seed))
-        engine.add(request)
-        while len(engine):
-            engine.step()
-        return policy.decode(request.completion_ids)
-
-    return ask
-
-
-def run_tasks(argv: list[str]) -> int:
-    """`tasks show ID` prints a program, `check [FILE]` runs the gate, `make N` has some written.
-
-    1 if a task of a task file fails the gate; a folder's failures are told only.
-    """
-    parser = make_parser("tasks")
-    parser.add_argument("action", choices=("show", "check", "make"))
-    parser.add_argument("what", nargs="?", default="", help="id to show, file to check, or number")
-    parser.add_argument("--tasks", default="tasks.jsonl,eval_tasks.jsonl",
-                        help="task files, separated by commas")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if found")
-    parser.add_argument("--json", action="store_true", help="a JSON object a task on stdout")
-    parser.add_argument("--out", default="new_tasks.jsonl", help="file that `make` fills")
-    parser.add_argument("--model", default=Config.model, help="model that writes tasks")
-    parser.add_argument("--api-base", default="", help="OpenAI-compatible server of that model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sequences")
-    args = parser.parse_args(argv)
-    paths = [args.what] if args.action == "check" and args.what else args.tasks.split(",")
-    tasks = [task for path in paths for task in load_tasks(path)]
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.action == "check":
-        failed = check_tasks(tasks, device, args.json)
-        return int(failed > 0 and not Path(paths[0]).is_dir())
-    if args.action == "make":
-        if not args.what.isdecimal():
-            raise UserError(f"tasks make takes a number of tasks, got {args.what or 'none'}")
-        make_tasks(int(args.what), Path(args.out), model_asker(args), device, tasks, args.seed)
-        return 0
-    found = [task for task in tasks if task.id == args.what]
-    if not found:
-        raise UserError(f"unknown task {args.what or '(none given)'}")
-    print(f"# {found[0].id} {found[0].name}: {found[0].ops}\n{found[0].code}")
-    return 0
+COMMANDS = {"train": train, "eval": evaluate, "score": score, "audit": audit, "show": show,
+            "report": report, "tasks show": show_task, "tasks check": check_tasks,
+            "tasks make": make_tasks}
 
 
 def main(argv: list[str]) -> int:
     """The command line; bad input is one line on stderr and exit status 2."""
-    command, rest = (argv or ["--help"])[0], argv[1:]
+    words = 2 if argv[:1] == ["tasks"] else 1
+    command, rest = " ".join(argv[:words]), argv[words:]
     try:
-        if command in ("train", "eval"):
-            {"train": train, "eval": evaluate}[command](parse_config(command, rest))
-        elif command == "score":
-            return score(rest)
-        elif command == "audit":
-            parser = make_parser("audit")
-            parser.add_argument("run", type=Path, help="run folder")
-            return int(audit(parser.parse_args(rest).run) > 0)
-        elif command == "show":
-            parser = make_parser("show")
-            parser.add_argument("run", type=Path, help="run folder")
-            parser.add_argument("trajectory", nargs="?", default="", help="STEP/TASK/INDEX")
-            args = parser.parse_args(rest)
-            show(args.run, args.trajectory)
-        elif command == "report":
-            parser = make_parser("report")
-            parser.add_argument("run", nargs="+", type=Path, help="run folders")
-            parser.add_argument("--out", type=Path, default="report.html", help="page to write")
-            args = parser.parse_args(rest)
-            report(args.run, args.out)
-        elif command == "tasks":
-            return run_tasks(rest)
-        elif command in ("-h", "--help"):
-            print(__doc__)
-        else:
-            names = "train, eval, score, audit, show, report and tasks"
-            raise UserError(f"no command {command}; there are {names}")
+        if command in COMMANDS:
+            if command in ("train", "eval"):
+                given = {"config": parse_config(command, rest)}
+            else:
+                given = vars(make_parser(command).parse_args(rest))
+            if "device" in given and not given["device"]:
+                given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+            return COMMANDS[command](**given) or 0
+        if command and not command.endswith(("-h", "--help")):
+            raise UserError(f"no command {command}; there are {', '.join(COMMANDS)}")
+        print(__doc__)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:

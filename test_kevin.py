@@ -271,7 +271,7 @@ def test_shipped_programs_count_as_safe():
     assert {kevin.unsafe_program(t.code) for t in sum(shipped(), [])} == {""}
 
 
-def test_tasks_are_made_from_fresh_sequences_and_only_those_that_pass_the_gate(tmp_path):
+def test_made_tasks_have_fresh_sequences_and_pass_the_gate(tmp_path, monkeypatch):
     out, prompts = tmp_path / "new.jsonl", []
     answers = [CODE.replace("x.tanh()", f) for f in ("x * 0", "x.tanh()", "x.", "x.erf()")]
 
@@ -279,8 +279,10 @@ def test_tasks_are_made_from_fresh_sequences_and_only_those_that_pass_the_gate(t
         prompts.append(prompt)
         return f"Here it is.\n```python\n{answers[len(prompts) - 1].replace('4', '999')}```"
 
+    monkeypatch.setattr(kevin, "model_asker", lambda model, api_base: ask)
     for count in (1, 2):  # the second call goes on where the first one stopped
-        kevin.make_tasks(count, out, ask, "cpu", shipped()[0], seed=0)
+        argv = ["--out", str(out), "--device", "cpu", "--tasks", str(ROOT / "tasks.jsonl")]
+        assert kevin.main(["tasks", "make", str(count), *argv]) == 0
     made = kevin.load_tasks(str(out))
     assert [("tanh" in t.code, "erf" in t.code) for t in made] == [(True, False), (False, True)]
     notes = (tmp_path / "new.attempts.jsonl").read_text().splitlines()
@@ -3011,7 +3013,7 @@ BAD_LINES = {  # command line: pattern of the line on stderr
     "show {empty}": "holds no run",
     "report {empty}": "empty.*holds no run",
     "tasks show Z-9": "unknown task Z-9|no such",
-    "tasks make many": "number of tasks|no such",
+    "tasks make many": "tasks make: .*many",
     "score --device cpu --cache {cache} --task {norm} --candidate none.py": "none.py.*not exist",
     SCORE + " --task {bad}": "task bad.*nothing",
     "train --tiny --tasks {tiny} --out {other}": "other.*another configuration.*gamma",
