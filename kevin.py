@@ -2600,6 +2600,12 @@ class Engine:
         self._give_back(request.pages)
         request.pages, request.cache = [], None
 
+    def _hold(self, pages: list[int]) -> list[int]:
+        """The pages, with one more user each."""
+        for page in pages:
+            self.uses[page] += 1
+        return pages
+
     def _give_back(self, pages: list[int]) -> None:
         for page in pages:
             self.uses[page] -= 1
@@ -2607,10 +2613,7 @@ class Engine:
                 self.free.append(page)
 
     def _take(self, count: int) -> list[int]:
-        taken = [self.free.pop() for _ in range(count)]
-        for page in taken:
-            self.uses[page] += 1
-        return taken
+        return self._hold([self.free.pop() for _ in range(count)])
 
     def _has_room(self) -> bool:
         """Whether the next request's pages fit, with some to grow for it and all active ones."""
@@ -2641,20 +2644,21 @@ class Engine:
             logits = self._prefill(request)
         else:
             pages, logits = self.shared[key]
-            request.pages = pages[: len(key) // PAGE_TOKENS]  # whole pages are never written again
-            for page in request.pages:
-                self.uses[page] += 1
+            whole = pages[: len(key) // PAGE_TOKENS]  # these are never written again
+            request.pages = self._hold(whole)
             if len(key) % PAGE_TOKENS:
                 request.pages += self._take(1)
                 for pool in (self.keys, self.values):
                     pool[:, request.pages[-1]] = pool[:, pages[len(key) // PAGE_TOKENS]]
         again = any(r.prompt_ids == request.prompt_ids for r in self.waiting)
         if not request.completion_ids and again and key not in self.shared:
-            self.shared[key] = list(request.pages), logits
-            for page in request.pages:
-                self.uses[page] += 1
+            self.shared[key] = self._hold(list(request.pages)), logits
         elif key in self.shared and not again:
             self._give_back(self.shared.pop(key)[0])
+        return self._sample(request, logits)
+
+    def _sample(self, request: Request, logits: torch.Tensor) -> list[Request]:
+        """Appends one request's next token."""
         uniforms = torch.tensor([request.draws.random()], device=self.device, dtype=torch.float64)
         sampled = sample_tokens(logits, uniforms, self.temperature)
         return self._extend([request], *(x.tolist() for x in sampled))
@@ -2684,9 +2688,10 @@ class Engine:
                 self._grow(request)
         if not self.active:
             return []
-        count = len(self.active)
-        size = next(n for n in BATCH_SIZES if n >= count) if self.kernels else count
-        graph, sampled = self._graph(min(size, self.max_batch)) if self.kernels else (None, None)
+        graph, count = None, len(self.active)
+        if self.kernels:
+            size = next(n for n in BATCH_SIZES if n >= count)
+            graph, sampled = self._graph(min(size, self.max_batch))
         if self.stale:
             self._upload()
         uniforms = torch.tensor([r.draws.random() for r in self.active], dtype=torch.float64)
@@ -2763,9 +2768,7 @@ class Engine:
         ids = (request.prompt_ids + request.completion_ids)[request.cache.get_seq_length() :]
         logits = self.policy.base(input_ids=torch.tensor([ids], device=self.device),
                                   past_key_values=request.cache, use_cache=True).logits[:, -1]
-        uniforms = torch.tensor([request.draws.random()], device=self.device, dtype=torch.float64)
-        sampled = sample_tokens(logits, uniforms, self.temperature)
-        return self._extend([request], *(x.tolist() for x in sampled))
+        return self._sample(request, logits)
 
 
 class Server:
@@ -3018,14 +3021,11 @@ def mean(values) -> float:
 
 def grade(turns: list[Turn], config: Config) -> list[Turn]:
     """The turns of one step with returns and advantages, in order of task, trajectory and turn."""
-    groups: dict[str, list[Turn]] = {}
-    for turn in sorted(turns, key=lambda t: t.key):
-        groups.setdefault(turn.task, []).append(turn)
-    graded = []
-    for group in groups.values():
-        returns = []
-        for index in sorted({t.trajectory for t in group}):
-            scores = [t.score for t in group if t.trajectory == index]
+    graded, ordered = [], sorted(turns, key=lambda t: t.key)
+    for _, group in itertools.groupby(ordered, lambda t: t.task):
+        group, returns = list(group), []
+        for _, trajectory in itertools.groupby(group, lambda t: t.trajectory):
+            scores = [t.score for t in trajectory]
             discounted = discounted_returns(scores, config.gamma, config.aggregate)
             returns += [None if s is None else r for s, r in zip(scores, discounted)]
         advantages = group_advantages(returns, config.scale == "group")
@@ -3112,11 +3112,16 @@ def stored_config(run: Path) -> dict:
     return json.loads((run / "config.json").read_text())
 
 
-def read_turns(path: Path):
-    """Turns of a log, one by one; a torn last line (the process was killed in it) is ignored."""
+def read_lines(path: Path):
+    """Lines of a log, one by one; a torn last line (the process was killed in it) is ignored."""
     if path.exists():
         with open(path, "rb") as file:
-            yield from (Turn.from_json(line.decode()) for line in file if line.endswith(b"\n"))
+            yield from (line.decode() for line in file if line.endswith(b"\n"))
+
+
+def read_turns(path: Path):
+    """Turns of a log, one by one."""
+    return map(Turn.from_json, read_lines(path))
 
 
 def append_lines(path: Path, lines: list[str]) -> None:
@@ -3209,12 +3214,10 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
 def keep_best(group: list[Trajectory], beam: int) -> list[Trajectory]:
     """Beam search's selection: a task's `beam` trajectories with the fastest kernels, copied."""
     kept = []
-    for task in dict.fromkeys(t.task.id for t in group):
-        same = [t for t in group if t.task.id == task]
-        best = sorted(same, key=lambda t: -max(u.verdict.speedup for u in t.turns))[:beam]
-        for i in range(len(same)):
-            source = best[i % len(best)]
-            kept.append(Trajectory(source.task, source.step, i, list(source.turns)))
+    for _, same in itertools.groupby(group, lambda t: t.task.id):
+        ranked = sorted(same, key=lambda t: -max(u.verdict.speedup for u in t.turns))
+        sources = itertools.islice(itertools.cycle(ranked[:beam]), len(ranked))
+        kept += [replace(t, index=i, turns=list(t.turns)) for i, t in enumerate(sources)]
     return kept
 
 
@@ -3280,9 +3283,7 @@ def train(config: Config) -> None:
     logs = [*sorted((run / "pending").glob("*")), run / "turns.jsonl"]
     recorded = {turn.key: turn for log in logs for turn in read_turns(log) if turn.step >= first}
     written = {turn.key for turn in read_turns(run / "turns.jsonl")}
-    (run / "metrics.jsonl").touch()
-    lines = (run / "metrics.jsonl").read_text().split("\n")[:-1]  # a torn last line is cut later
-    logged = {json.loads(line)["step"] for line in lines}
+    logged = {json.loads(line)["step"] for line in read_lines(run / "metrics.jsonl")}
     tracker = None
     if main and importlib.util.find_spec("tensorboard"):
         tracker = accelerate.tracking.TensorBoardTracker("tensorboard", run)
@@ -3382,13 +3383,13 @@ def against_compiled(turns: list[Turn], ms: dict[str, float]) -> list[Turn]:
 MEASURES = {"correct": lambda s: float(s > 0), "speedup": float, "fast1": lambda s: float(s >= 1),
             "fast1.5": lambda s: float(s >= 1.5)}
 COLUMNS = [f"{measure}/{kind}" for measure in MEASURES for kind in ("best", "avg")]
-PAPER_ROWS = {  # PAPER: Table 1, its own 100 tasks and H200s; shares, and speedups over eager
+PAPER_ROWS = {name: dict(zip(COLUMNS, row)) for name, row in {
+    # PAPER: Table 1, its own 100 tasks and H200s; shares, and speedups over eager
     "Kevin-32B": (0.82, 0.46, 1.10, 0.40, 0.43, 0.15, 0.20, 0.06),
     "single-turn RL": (0.82, 0.45, 0.85, 0.35, 0.43, 0.16, 0.16, 0.04),
     "QwQ-32B": (0.56, 0.11, 0.53, 0.08, 0.23, 0.03, 0.10, 0.01),
     "o4-mini": (0.38, 0.22, 0.78, 0.27, 0.21, 0.07, 0.13, 0.06),
-    "o3-mini": (0.27, 0.08, 0.30, 0.08, 0.09, 0.02, 0.04, 0.02)}
-PAPER_ROWS = {name: dict(zip(COLUMNS, row)) for name, row in PAPER_ROWS.items()}
+    "o3-mini": (0.27, 0.08, 0.30, 0.08, 0.09, 0.02, 0.04, 0.02)}.items()}
 
 
 def table_cells(row: dict[str, float]) -> dict[str, str]:
@@ -3750,9 +3751,8 @@ def read_run(folder: Path, number: int) -> dict:
                   "speedup": turn.verdict.speedup, "score": turn.score}
         packed = zlib.compress(json.dumps(slim_turn(turn)).encode(), 1)
         found.setdefault(turn.key[:3], {})[turn.turn] = listed, packed
-    log, results = folder / "metrics.jsonl", folder / "results.json"
-    rows = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # the last may be torn
-    rows = [json.loads(row) for row in rows]
+    rows = [json.loads(line) for line in read_lines(folder / "metrics.jsonl")]
+    results = folder / "results.json"
     results = json.loads(results.read_text()) if results.exists() else {}
     series = {re.sub(r"\d+$", lambda index: f"turn {int(index[0]) + 1}", key): (
         [row["step"] for row in rows], [row.get(key, math.nan) for row in rows])
@@ -4105,8 +4105,7 @@ def make_tasks(count: int, out: Path, model: str, api_base: str, seed: int, task
 
     ask, seen = model_asker(model, api_base), listed_tasks(tasks)
     notes = out.with_suffix(".attempts.jsonl")
-    lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
-    tried = [json.loads(line)["name"] for line in lines]
+    tried = [json.loads(line)["name"] for line in read_lines(notes)]
     made = load_tasks(str(out)) if out.exists() else []
     used = {name.lower() for name in [*tried, *(t.name for t in seen + made)]}
     example = next(t for t in seen if t.level == 2).code
