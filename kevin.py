@@ -53,6 +53,7 @@ import functools
 import hashlib
 import html
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import io
 import itertools
@@ -275,6 +276,11 @@ class Turn:
         """Order and identity within a run."""
         return self.step, self.task, self.trajectory, self.turn
 
+    @property
+    def name(self) -> str:
+        """The trajectory's name within a run."""
+        return f"{self.step}/{self.task}/{self.trajectory}"
+
     def to_json(self) -> str:
         """One line of turns.jsonl."""
         row = asdict(self)
@@ -326,11 +332,7 @@ def make_task(row: dict | str, where: str) -> Task:
 
 
 def load_tasks(path: str) -> list[Task]:
-    """Tasks of a JSON-lines file, a folder of .py programs or one .py program, in order (3.1).
-
-    Of a KernelBench checkout the folders level1 and level2 give the level. UserError with file and
-    line when something is missing or malformed.
-    """
+    """Tasks of a JSON-lines file, a folder of .py programs or one .py program, in order (3.1)."""
     source, tasks, levels = Path(path), {}, {"level1": 1, "level2": 2}
     try:
         if source.is_dir() or source.suffix == ".py":
@@ -353,9 +355,7 @@ def load_tasks(path: str) -> list[Task]:
 
 
 def program_part(code: str, classes: bool) -> str:
-    """Imports and classes of a task program, which the prompt shows (PAPER: D), or all but classes.
-
-    The latter is what a worker needs to make inputs, and gives no answer away.
+    """Imports and classes, which the prompt shows (PAPER: D), or the rest, which makes inputs.
 
     >>> print(program_part("import torch\\nclass Model:\\n    x = 1\\nN = 3", classes=True))
     import torch
@@ -471,9 +471,7 @@ def build_prompt(task: Task, turns: list[Turn], device: tuple[str, str], chat,
 
 
 def parse_response(text: str) -> tuple[str, str | None, str]:
-    """(thought, kernel, summary): the kernel is the first fenced block after </think> (4.1).
-
-    None without a closed thought or a closed block.
+    """(thought, kernel, summary); kernel: the first closed block after </think>, or None (4.1).
 
     >>> parse_response("Okay.\\n</think>\\n```python\\nx = 1\\n```\\nOne line.")
     ('Okay.', 'x = 1', 'One line.')
@@ -562,6 +560,15 @@ def dotted(node: ast.AST) -> str:
     return f"{root}.{node.attr}" if root else ""
 
 
+def bound_name(node: ast.AST) -> str:
+    """The name that an assignment, argument, function or class binds, "" of other nodes."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return node.name
+    if isinstance(node, ast.arg):
+        return node.arg
+    return "" if isinstance(getattr(node, "ctx", None), ast.Load) else dotted(node)
+
+
 def check_structure(tree: ast.Module) -> dict[str, str]:
     """One class ModelNew(nn.Module), imports from the list; the names they bind."""
     aliases = {}
@@ -585,13 +592,9 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
     own = [argument for node in ast.walk(tree) if isinstance(node, ast.Call)
            and dotted(node.func) == "super" for argument in node.args]
     for node in ast.walk(tree):
-        stored = not isinstance(getattr(node, "ctx", None), ast.Load)
-        name = node.arg if isinstance(node, ast.arg) else dotted(node) if stored else ""
-        if isinstance(node, ast.FunctionDef):
-            name = node.name
-        if name == "self" and node not in first:
+        if bound_name(node) == "self" and node not in first:
             raise Violation("name", node, "`self` is the first argument of methods only")
-        if name in aliases:
+        if bound_name(node) in aliases:
             raise Violation("name", node, "an imported name may not be bound again")
         if dotted(node) == "ModelNew" and node not in own:
             raise Violation("name", node, "`ModelNew` may not be used as a value")
@@ -609,9 +612,7 @@ def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
                 full = aliases.get(root, root) + dot + rest
                 if full == "torch.utils.cpp_extension.load_inline" or dotted(node.value) in handles:
                     handles.add(dotted(node.targets[0]))
-    bound = [dotted(node) if not isinstance(node, ast.arg) else node.arg for node in ast.walk(tree)
-             if isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)]
-    bound += [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    bound = [bound_name(node) for node in ast.walk(tree)]
     return {name for name in handles - {""} if bound.count(name) == 1}
 
 
@@ -666,9 +667,7 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
         aliases = check_structure(tree)
         handles = extension_handles(tree, aliases)
         nodes = list(ast.walk(tree))
-        known = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-        known |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-        known |= {n.arg for n in nodes if isinstance(n, ast.arg)} | set(aliases) | BUILTINS
+        known = {bound_name(n) for n in nodes} | set(aliases) | BUILTINS
         inner = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
         for node in nodes:
             check_node(node, aliases, known, handles, inner)
@@ -2201,10 +2200,7 @@ def with_adapter(lm: nn.Module, tokenizer, rank: int, alpha: int, adapter: str =
 
 
 def load_policy(config: Config) -> Policy:
-    """The bf16 model on this process's GPU, with a fresh adapter or config.adapter.
-
-    UserError, naming --tiny, for a folder without weights, no GPU, or too little memory.
-    """
+    """The bf16 model on this process's GPU, with a fresh adapter or config.adapter."""
     folder, name = Path(config.model).expanduser(), config.model
     if folder.is_dir() or name[0] in "./~":
         if not (folder / "config.json").exists():
@@ -2222,22 +2218,22 @@ def load_policy(config: Config) -> Policy:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as e:
         raise UserError(f"cannot load {name}: {str(e).splitlines()[0]}") from None
+    model_class = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        empty = transformers.AutoModelForCausalLM.from_config(shape)
+        empty = model_class.from_config(shape)
     # two bytes a weight, and a quarter more and 4 GiB for adapter, optimiser and activations
     needed = sum(p.numel() for p in empty.parameters()) * 2.5 / 2**30 + 4
     free = torch.cuda.mem_get_info()[0] / 2**30
     if free < needed:
         raise UserError(f"{name} needs about {needed:.0f} GiB on one GPU and {free:.0f} are free; "
                         "--tiny runs on the CPU")
-    kind, how = transformers.AutoModelForCausalLM, dict(
-        dtype=torch.bfloat16, attn_implementation="sdpa")
+    how = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
     torch.manual_seed(config.seed)  # the same fresh adapter on every process
     if config.random_weights:
         with device:
-            lm = kind.from_config(shape, **how)
+            lm = model_class.from_config(shape, **how)
     else:
-        lm = kind.from_pretrained(name, device_map={"": device}, **how)
+        lm = model_class.from_pretrained(name, device_map={"": device}, **how)
     lm.requires_grad_(False)
     return with_adapter(lm, tokenizer, config.lora_rank, config.lora_alpha, config.adapter)
 
@@ -2267,18 +2263,13 @@ class Request:
 try:  # comes with CUDA builds of torch
     import triton
     import triton.language as tl
-except ImportError:
+except ImportError:  # the plain torch beside each kernel is used instead
     triton = tl = None
-constexpr = tl.constexpr if triton else None
+kernel, constexpr = (triton.jit, tl.constexpr) if triton else (lambda function: function, None)
 
 PAGE_TOKENS = 256  # tokens whose keys and values are handed out together
 SPARE_PAGES = 4  # GUESS: free pages a running sequence, below which nothing new is admitted
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # one graph each
-
-
-def kernel(function):
-    """triton.jit where there is Triton; the CPU uses the plain torch beside each kernel."""
-    return triton.jit(function) if triton else function
 
 
 @kernel
@@ -2958,10 +2949,7 @@ def policy_loss(logprobs, old_logprobs, advantage: float, clip_low: float = 0.2,
 
 @torch.no_grad()
 def store_logprobs(policy: Policy, turns: list[Turn], config: Config) -> list[tuple]:
-    """Samples (turn, old log-probabilities, those without the adapter if KL is used), (T,) each.
-
-    Turns that move nothing are left out.
-    """
+    """(turn, old log-probabilities, adapter-free ones if KL is used) of turns that matter."""
     samples = []
     for turn in turns:
         if turn.advantage or config.kl:
@@ -3072,17 +3060,17 @@ def step_metrics(turns: list[Turn]) -> dict[str, float]:
     return metrics
 
 
+def stored_config(run: Path) -> dict:
+    """The configuration of a run folder; UserError if it is none."""
+    if not (run / "config.json").exists():
+        raise UserError(f"{run} holds no run (config.json)")
+    return json.loads((run / "config.json").read_text())
+
+
 def open_run(config: Config, command: str) -> Path:
-    """The run folder, with config.json, this source, and environment.json: versions and machine.
-
-    UserError if the folder is another configuration's, or in use.
-    """
-    import peft
-    import transformers
-
+    """The run folder, locked, with config.json, this source, and environment.json."""
     run = Path(config.resume or config.out or time.strftime(f"runs/{command}-%Y%m%d-%H%M%S"))
-    stored = run / "config.json"
-    there = json.loads(stored.read_text()) if stored.exists() else asdict(config)
+    there = stored_config(run) if (run / "config.json").exists() else asdict(config)
     for name, value in asdict(config).items():
         if name not in ("out", "resume", "steps", "cache") and there.get(name) != value:
             raise UserError(f"run folder {run} is another configuration's: {name} is "
@@ -3094,8 +3082,9 @@ def open_run(config: Config, command: str) -> Path:
         raise UserError(f"run folder {run} is in use by another process") from None
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
                          capture_output=True, text=True)
-    facts = {"python": sys.version, "torch": torch.__version__, "cuda": torch.version.cuda,
-             "transformers": transformers.__version__, "peft": peft.__version__,
+    packages = ("torch", "transformers", "peft", "accelerate")
+    facts = {name: importlib.metadata.version(name) for name in packages} | {
+             "python": sys.version, "cuda": torch.version.cuda,
              "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
              "cpu": cpu_name(), "machine": platform.platform(), "cores": os.cpu_count(),
              "commit": git.stdout.strip(), "command": sys.argv}
@@ -3103,13 +3092,6 @@ def open_run(config: Config, command: str) -> Path:
     write_whole(run / "config.json", json.dumps(asdict(config), indent=1).encode())
     write_whole(run / "kevin.py", Path(__file__).read_bytes())
     return run
-
-
-def stored_config(run: Path) -> dict:
-    """The configuration of a run folder; UserError if it is none."""
-    if not (run / "config.json").exists():
-        raise UserError(f"{run} holds no run (config.json)")
-    return json.loads((run / "config.json").read_text())
 
 
 def read_lines(path: Path):
@@ -3398,15 +3380,12 @@ def table_cells(row: dict[str, float]) -> dict[str, str]:
             for name in COLUMNS if name in row}
 
 
-def best_speedups(turns: list[Turn], until: int | None = None) -> dict[str, list[float]]:
-    """Of every task, its trajectories' speedups: the fastest correct kernel, 0 without one (5).
-
-    until: only turns before this index count.
-    """
+def best_speedups(turns: list[Turn], until: float = math.inf) -> dict[str, list[float]]:
+    """A task's trajectories' speedups: the fastest correct kernel before turn `until`, or 0 (5)."""
     tasks: dict[str, dict[int, float]] = {}
     for turn in turns:
         best = tasks.setdefault(turn.task, {})
-        speedup = turn.verdict.speedup if until is None or turn.turn < until else 0.0
+        speedup = turn.verdict.speedup if turn.turn < until else 0.0
         best[turn.trajectory] = max(best.get(turn.trajectory, 0.0), speedup)
     return {task: list(best.values()) for task, best in tasks.items()}
 
@@ -3576,18 +3555,16 @@ def audit(run: Path) -> int:
 def show(run: Path, trajectory: str) -> None:
     """Prints the trajectories of a run, or the turns of one, STEP/TASK/INDEX."""
     stored_config(run)  # there must be one
-    trajectories: dict[str, list[Turn]] = {}
-    for turn in read_turns(run / "turns.jsonl"):
-        name = f"{turn.step}/{turn.task}/{turn.trajectory}"
-        trajectories.setdefault(name, []).append(turn if name == trajectory else turn.light())
-    for turns in trajectories.values():
-        turns.sort(key=lambda t: t.key)
+    logged = read_turns(run / "turns.jsonl")
     if not trajectory:
-        for name, turns in sorted(trajectories.items(), key=lambda item: item[1][0].key):
-            print(name, *[f"{t.verdict.outcome} {t.score or 0:.2f}" for t in turns], sep="  ")
-    elif trajectory not in trajectories:
+        turns = sorted((turn.light() for turn in logged), key=lambda t: t.key)
+        for name, same in itertools.groupby(turns, lambda t: t.name):
+            print(name, *[f"{t.verdict.outcome} {t.score or 0:.2f}" for t in same], sep="  ")
+        return
+    turns = sorted((turn for turn in logged if turn.name == trajectory), key=lambda t: t.key)
+    if not turns:
         raise UserError(f"{run} holds no trajectory {trajectory}; `show {run}` lists them")
-    for turn in trajectories.get(trajectory, ()):
+    for turn in turns:
         numbers = {"score": turn.score, "return": turn.return_, "advantage": turn.advantage}
         facts = "".join(f", {name} {x:.4g}" for name, x in numbers.items() if x is not None)
         print(f"==== turn {turn.turn + 1}: {turn.verdict.outcome}{facts} ====\n{turn.completion}\n"
@@ -3742,15 +3719,13 @@ def slim_turn(turn: Turn) -> dict:
 def read_run(folder: Path, number: int) -> dict:
     """Name, config, results, series (xs, ys), and trajectories, whose addresses begin with number.
 
-    Of a trajectory's turns it keeps what the index shows, and the rest packed; of a key's turns the
-    last counts.
+    Of turns it keeps what the index shows, and the rest packed; of a key's turns the last counts.
     """
-    found: dict[tuple, dict[int, tuple[dict, bytes]]] = {}
+    found: dict[tuple, tuple[dict, bytes]] = {}
     for turn in read_turns(folder / "turns.jsonl"):
         listed = {"turn": turn.turn + 1, "outcome": turn.verdict.outcome,
                   "speedup": turn.verdict.speedup, "score": turn.score}
-        packed = zlib.compress(json.dumps(slim_turn(turn)).encode(), 1)
-        found.setdefault(turn.key[:3], {})[turn.turn] = listed, packed
+        found[turn.key] = listed, zlib.compress(json.dumps(slim_turn(turn)).encode(), 1)
     rows = [json.loads(line) for line in read_lines(folder / "metrics.jsonl")]
     results = folder / "results.json"
     results = json.loads(results.read_text()) if results.exists() else {}
@@ -3760,13 +3735,12 @@ def read_run(folder: Path, number: int) -> dict:
     series |= {f"{kind}/{name}": (range(1, len(values) + 1), values)
                for kind in ("by_turn", "by_k") for name, values in results.get(kind, {}).items()}
     trajectories, variants = [], list(results.get("outcomes", ()))
-    for (step, task, place), by_index in sorted(found.items()):
-        name, turns = f"{step}/{task}/{place}", [by_index[i] for i in sorted(by_index)]
+    for (step, task, place), keys in itertools.groupby(sorted(found), lambda key: key[:3]):
+        name, (turns, packed) = f"{step}/{task}/{place}", zip(*map(found.get, keys))
         trajectories.append({
             "id": urllib.parse.quote(f"{number}/{name}", errors="replace"), "name": name,
             "run": str(folder), "step": variants[step] if step < len(variants) else step,
-            "task": task, "turns": [turn[0] for turn in turns],
-            "packed": [turn[1] for turn in turns]})
+            "task": task, "turns": turns, "packed": packed})
     return {"name": str(folder), "config": stored_config(folder), "series": series,
             "trajectories": trajectories, "results": results}
 
@@ -3930,10 +3904,7 @@ class WithoutCall(torch.overrides.TorchFunctionMode):
 
 
 def cheap_answers(task: Task, truth: torch.Tensor, device: str):
-    """Yields (name, output): what a candidate could return without all of the task's work (A).
-
-    truth is the answer for the weights seed 1 and the input seed 1.
-    """
+    """Yields (name, output) of less than the task's work, whose answer for seeds 1 is truth (A)."""
     get_inputs, model, _ = reference_models(task.code, 1, device)
     inputs = seeded_inputs(get_inputs, 1, device)
     yield "zeros", torch.zeros_like(truth)
@@ -3972,11 +3943,7 @@ def cheap_answers(task: Task, truth: torch.Tensor, device: str):
 
 
 def check_task(task: Task, device: str) -> dict:
-    """The gate's findings on a task: time, memory, spread, closest cheap answer, and what is wrong.
-
-    Every cheap answer must fail the judge's own comparison; half precision need not where eager
-    itself is that imprecise.
-    """
+    """The gate's findings on a task: time, memory, spread, closest cheap answer, and its faults."""
     row, closest = {"id": task.id, "faults": []}, (math.inf, "")
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -4001,7 +3968,7 @@ def check_task(task: Task, device: str) -> dict:
                 if output.shape != truth.shape:
                     continue
                 error, problem = compare(output, truth, eager)
-                imprecise = "float16" in name and EAGER_FACTOR * own > MIN_BOUND
+                imprecise = "float16" in name and EAGER_FACTOR * own > MIN_BOUND  # as eager is
                 row["faults"] += [f"passes: {name}"] * (not problem and not imprecise)
                 if "float16" not in name:
                     closest = min(closest, (error, name))
@@ -4061,8 +4028,7 @@ def unsafe_program(code: str) -> str:
     """
     tree = ast.parse(code)
     nodes = list(ast.walk(tree))
-    known = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    known |= {getattr(n, "name", "") for n in nodes} | {n.arg for n in nodes if hasattr(n, "arg")}
+    known = {bound_name(n) for n in nodes}
     for node in nodes:
         found = node.id if isinstance(node, ast.Name) and node.id not in known | BUILTINS else ""
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -4149,21 +4115,17 @@ TINY_TEMPLATE = (
 
 def tiny_tokenizer(texts: list[str]):
     """A byte-level BPE whose tokens are mostly whole lines of the texts, with Qwen's chat form."""
-    import tokenizers
     import transformers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
-    raw, byte_level = tokenizers.Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+    raw = ByteLevelBPETokenizer()
     raw.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split("\n", "merged_with_previous"),
-        byte_level(add_prefix_space=False, use_regex=False)])
-    raw.decoder = decoders.ByteLevel()
-    raw.train_from_iterator(texts * 2, trainers.BpeTrainer(
-        vocab_size=4000, min_frequency=2, show_progress=False,
-        initial_alphabet=byte_level.alphabet(),
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    raw.train_from_iterator(texts * 2, vocab_size=4000, show_progress=False,
+                            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        tokenizer_object=raw._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
         chat_template=TINY_TEMPLATE)
 
 
@@ -4182,10 +4144,7 @@ def tiny_example(task: Task, chat, draws: random.Random) -> tuple[list[int], lis
 
 
 def tiny_policy(run: Path, tasks: list[Task], config: Config, main: bool, barrier) -> Policy:
-    """The run's base model with a fresh adapter; the main process makes it once, in a minute.
-
-    It imitates the tasks' example answers: wrong, slow, fast and cheating ones.
-    """
+    """The run's base model, which imitates the tasks' example answers, with a fresh adapter."""
     import transformers
     from accelerate.utils import tqdm
 
@@ -4205,14 +4164,9 @@ def tiny_policy(run: Path, tasks: list[Task], config: Config, main: bool, barrie
         rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, TINY_WARMUP, pct_start=0.1)
         for _ in tqdm(range(TINY_WARMUP), desc="warm-up", leave=False):
             batch = [tiny_example(draws.choice(tasks), policy, draws) for _ in range(TINY_BATCH)]
-            longest = max(len(prompt) + len(answer) for prompt, answer in batch)
-            ids = torch.zeros(TINY_BATCH, longest).long()
-            labels = torch.full_like(ids, -100)
-            for row, (prompt, answer) in enumerate(batch):  # right padding needs no mask
-                end = len(prompt) + len(answer)
-                ids[row, :end] = torch.tensor(prompt + answer)
-                labels[row, len(prompt) : end] = torch.tensor(answer)
-            policy.lm(input_ids=ids, labels=labels).loss.backward()
+            tokens = sum(len(answer) for _, answer in batch)
+            for prompt, answer in batch:
+                (-policy(prompt, answer, temperature=1.0).sum() / tokens).backward()
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
