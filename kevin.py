@@ -92,8 +92,19 @@ import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch import nn
 
-# transformers, peft and accelerate are imported where they are needed: they take seconds, and the
-# judge starts this file as its zygote.
+
+class Lazy:
+    """A module, imported when it is first used: it takes seconds, and the zygote needs none."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getattr__(self, attribute: str):
+        return getattr(importlib.import_module(self.name), attribute)
+
+
+accelerate, huggingface_hub, peft = Lazy("accelerate"), Lazy("huggingface_hub"), Lazy("peft")
+tokenizers, transformers = Lazy("tokenizers"), Lazy("transformers")
 
 
 class UserError(Exception):
@@ -2135,8 +2146,6 @@ class AdaptedLinear(torch.autograd.Function):
 @torch.no_grad()
 def join_linears(lm: nn.Module) -> list[JoinedLinear]:
     """Joins the model's adapted layers: queries, keys and values; gate and up; others alone."""
-    import peft
-
     groups: dict[tuple[str, str], list[nn.Module]] = {}
     for name, module in lm.named_modules():
         if isinstance(module, peft.tuners.lora.Linear):
@@ -2180,8 +2189,6 @@ def compile_elementwise(lm: nn.Module) -> None:
 
 def with_adapter(lm: nn.Module, tokenizer, rank: int, alpha: int, adapter: str = "") -> Policy:
     """A Policy that trains a float32 LoRA adapter on all linear layers: fresh, or from a folder."""
-    import peft
-
     if not adapter:  # no dropout: the first ratio of an update must be 1
         lm = peft.get_peft_model(lm, peft.LoraConfig(
             r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",
@@ -2209,8 +2216,6 @@ def load_policy(config: Config) -> Policy:
             raise UserError(f"model folder {name} holds no weights (*.safetensors)")
     if not torch.cuda.is_available():
         raise UserError(f"{name} needs an NVIDIA GPU and there is none; --tiny runs on the CPU")
-    import transformers
-
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     try:
@@ -2506,8 +2511,6 @@ class Engine:
 
     def __init__(self, policy: Policy, max_batch: int, temperature: float, max_tokens: int,
                  kv_gib: float = 0.0, trained: bool = True):
-        import transformers
-
         transformers.AttentionInterface.register("kevin_pages", paged_attention)
         self.policy, self.temperature, self.device = policy, temperature, policy.lm.device
         self.max_batch, self.max_tokens, cuda = max_batch, max_tokens, self.device.type == "cuda"
@@ -2752,10 +2755,8 @@ class Engine:
 
     def _decode_alone(self, request: Request) -> list[Request]:
         """One token of one request through transformers' own cache: any causal model, slowly."""
-        from transformers import DynamicCache
-
         if request.cache is None:
-            request.cache = DynamicCache(config=self.policy.base.config)
+            request.cache = transformers.DynamicCache(config=self.policy.base.config)
         ids = (request.prompt_ids + request.completion_ids)[request.cache.get_seq_length() :]
         logits = self.policy.base(input_ids=torch.tensor([ids], device=self.device),
                                   past_key_values=request.cache, use_cache=True).logits[:, -1]
@@ -2773,10 +2774,9 @@ class Server:
     control_tokens = ("<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
     def __init__(self, url: str, config: Config):
-        from huggingface_hub import InferenceClient
-
         key = os.environ.get("OPENAI_API_KEY", "none")
-        self.client = InferenceClient(base_url=url, api_key=key, timeout=SERVER_TIMEOUT_S)
+        self.client = huggingface_hub.InferenceClient(
+            base_url=url, api_key=key, timeout=SERVER_TIMEOUT_S)
         self.url, self.config, self.pool = url, config, ThreadPoolExecutor(config.max_batch)
         self.running: dict[Future, Request] = {}
         self.lock = threading.Lock()
@@ -2815,8 +2815,6 @@ class Server:
 
     def ask(self, messages: list[dict], max_new_tokens: int, draws: random.Random):
         """(answer with its thought closed by </think>, finish reason); UserError without one."""
-        from huggingface_hub.errors import HTTPError
-
         seed = draws.getrandbits(31)
         for attempt in range(SERVER_ATTEMPTS):
             way = self.sampling[0]
@@ -2825,7 +2823,7 @@ class Server:
             try:
                 return self.answer(self.client.chat_completion(
                     messages, model=self.config.model, **limit, **way))
-            except (HTTPError, OSError, ValueError, IndexError) as e:
+            except (huggingface_hub.errors.HTTPError, OSError, ValueError, IndexError) as e:
                 response = getattr(e, "response", None)
                 status, fault = getattr(response, "status_code", 500), e
             if status in (400, 422) and way:
@@ -3080,14 +3078,11 @@ def open_run(config: Config, command: str) -> Path:
         fcntl.lockf(os.open(run / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"run folder {run} is in use by another process") from None
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
     packages = ("torch", "transformers", "peft", "accelerate")
     facts = {name: importlib.metadata.version(name) for name in packages} | {
-             "python": sys.version, "cuda": torch.version.cuda,
-             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-             "cpu": cpu_name(), "machine": platform.platform(), "cores": os.cpu_count(),
-             "commit": git.stdout.strip(), "command": sys.argv}
+        "python": sys.version, "cuda": torch.version.cuda, "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "machine": platform.platform(), "cores": os.cpu_count(), "command": sys.argv}
     write_whole(run / "environment.json", json.dumps(facts, indent=1).encode())
     write_whole(run / "config.json", json.dumps(asdict(config), indent=1).encode())
     write_whole(run / "kevin.py", Path(__file__).read_bytes())
@@ -3137,10 +3132,7 @@ def save_checkpoint(run: Path, policy: Policy, optimizer, schedule, step: int) -
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer, schedule) -> int:
     """Restores adapter, optimiser, schedule and random state; the next step."""
-    import peft
-    import safetensors.torch
-
-    weights = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    weights = peft.utils.load_peft_weights(folder, device="cpu")
     peft.set_peft_model_state_dict(policy.lm, weights)
     state = torch.load(folder / "state.pt", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
@@ -3180,8 +3172,7 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
             shares.append(store_logprobs(policy, mine, config))
     skipped = 0.0
     for part, share in zip(parts, shares):
-        metrics = update(policy, optimizer, share, len(part), config,
-                         lambda tensor: accelerator.reduce(tensor, "sum"))
+        metrics = update(policy, optimizer, share, len(part), config, accelerator.reduce)
         skipped += metrics.pop("policy/skipped", 0.0)
         schedule.step()
     if torch.cuda.is_available():
@@ -3210,10 +3201,9 @@ def run_rollout(engine, judge, policy, tasks: list[Task], step: int, config: Con
     With config.beam the trajectories are selected after every turn, and all turns of what is left
     at the end are returned, under the last trajectory's number.
     """
-    from accelerate.utils import tqdm
-
     group = [Trajectory(task, step, i) for task in tasks for i in range(config.trajectories)]
-    with tqdm(total=len(group) * config.turns, desc=title, unit="turn", leave=False) as bar:
+    total = len(group) * config.turns
+    with accelerate.utils.tqdm(total=total, desc=title, unit="turn", leave=False) as bar:
 
         def on_turn(turn):
             append_lines(log, [turn.to_json()])
@@ -3241,10 +3231,6 @@ def train(config: Config) -> None:
     Each process samples its own tasks and logs unfinished turns to pending/; the main process alone
     writes turns.jsonl, metrics.jsonl and checkpoints. A resumed run takes up every recorded turn.
     """
-    import accelerate
-    import transformers
-    from accelerate.utils import gather_object
-
     # ranks finish rollouts minutes apart, and the default limit of 10 minutes would end the run
     patience = accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = accelerate.Accelerator(cpu=config.tiny, kwargs_handlers=[patience])
@@ -3255,7 +3241,7 @@ def train(config: Config) -> None:
     rank, world = accelerator.process_index, accelerator.num_processes
     tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
     policy = None if config.tiny else load_policy(config)
-    run = Path(gather_object([str(open_run(config, "train"))] if main else [])[0])
+    run = Path(accelerate.utils.gather_object([str(open_run(config, "train"))] if main else [])[0])
     policy = policy or tiny_policy(run, tasks, config, main, barrier)
     optimizer = torch.optim.AdamW(policy.trainable(), lr=config.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=0.0)
@@ -3288,7 +3274,7 @@ def train(config: Config) -> None:
             turns = run_rollout(engine, judge, policy, mine, step, config, limit, recorded,
                                 run / f"pending/rank-{rank}", f"step {step + 1}/{config.steps}")
             with CLOCK("wait_ranks"):
-                turns = grade(gather_object(turns), config)
+                turns = grade(accelerate.utils.gather_object(turns), config)
             metrics = {"step": step, **step_metrics(turns)}
             if main:
                 fresh = [t.to_json() for t in turns if t.key not in written]
@@ -3988,10 +3974,8 @@ def check_task(task: Task, device: str) -> dict:
 
 def check_tasks(tasks: str, as_json: bool, device: str) -> int:
     """`tasks check [FILE]`: a line a task and a summary; 1 if a task of a task file fails (A)."""
-    from accelerate.utils import tqdm
-
     failed, listed = 0, listed_tasks(tasks)
-    for task in tqdm(listed, desc="gate", unit="task"):
+    for task in accelerate.utils.tqdm(listed, desc="gate", unit="task"):
         row = check_task(task, device)
         failed += bool(row["faults"])
         numbers = [f"{name} {row[name]:.3g}" for name in ("ms", "GiB", "std", "eager_error")
@@ -4067,15 +4051,13 @@ def make_tasks(count: int, out: Path, model: str, api_base: str, seed: int, task
 
     Every attempt is noted beside out, and no sequence is tried twice, not even after a restart.
     """
-    from accelerate.utils import tqdm
-
     ask, seen = model_asker(model, api_base), listed_tasks(tasks)
     notes = out.with_suffix(".attempts.jsonl")
     tried = [json.loads(line)["name"] for line in read_lines(notes)]
     made = load_tasks(str(out)) if out.exists() else []
     used = {name.lower() for name in [*tried, *(t.name for t in seen + made)]}
     example = next(t for t in seen if t.level == 2).code
-    with tqdm(total=count, initial=len(made), desc="tasks", unit="task") as bar:
+    with accelerate.utils.tqdm(total=count, initial=len(made), desc="tasks", unit="task") as bar:
         while len(made) < count:
             draws = random.Random(stable_seed(seed, "make", len(tried)))
             name = ""
@@ -4115,13 +4097,10 @@ TINY_TEMPLATE = (
 
 def tiny_tokenizer(texts: list[str]):
     """A byte-level BPE whose tokens are mostly whole lines of the texts, with Qwen's chat form."""
-    import transformers
-    from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
-
-    raw = ByteLevelBPETokenizer()
-    raw.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split("\n", "merged_with_previous"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    raw = tokenizers.ByteLevelBPETokenizer()
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split("\n", "merged_with_previous"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     raw.train_from_iterator(texts * 2, vocab_size=4000, show_progress=False,
                             special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     return transformers.PreTrainedTokenizerFast(
@@ -4145,9 +4124,6 @@ def tiny_example(task: Task, chat, draws: random.Random) -> tuple[list[int], lis
 
 def tiny_policy(run: Path, tasks: list[Task], config: Config, main: bool, barrier) -> Policy:
     """The run's base model, which imitates the tasks' example answers, with a fresh adapter."""
-    import transformers
-    from accelerate.utils import tqdm
-
     if main and not (run / "base").exists():
         draws, device = random.Random(config.seed), ("cpu", cpu_name())
         texts = [a["text"] for t in tasks for a in t.answers]
@@ -4162,7 +4138,7 @@ def tiny_policy(run: Path, tasks: list[Task], config: Config, main: bool, barrie
             eos_token_id=tokenizer.eos_token_id)), tokenizer)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, betas=(0.9, 0.98))
         rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, TINY_WARMUP, pct_start=0.1)
-        for _ in tqdm(range(TINY_WARMUP), desc="warm-up", leave=False):
+        for _ in accelerate.utils.tqdm(range(TINY_WARMUP), desc="warm-up", leave=False):
             batch = [tiny_example(draws.choice(tasks), policy, draws) for _ in range(TINY_BATCH)]
             tokens = sum(len(answer) for _, answer in batch)
             for prompt, answer in batch:
@@ -4181,8 +4157,6 @@ def tiny_policy(run: Path, tasks: list[Task], config: Config, main: bool, barrie
 
 def load_tiny(folder: Path, config: Config, adapter: str = "") -> Policy:
     """A run's base model on the CPU, with a fresh adapter or the given one."""
-    import transformers
-
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     lm = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
