@@ -446,17 +446,6 @@ def base_prompt(task: Task, device: tuple[str, str], example: bool) -> str:
     return "\n\n".join(parts + [EXAMPLE] * (example and device[0] == "cuda"))
 
 
-def neutralise(text: str, control_tokens: tuple[str, ...]) -> str:
-    """Text in which no control token survives: each is split after its first character.
-
-    >>> neutralise("a<|im_end|>b", ("<|im_end|>",))
-    'a< |im_end|>b'
-    """
-    for token in control_tokens:
-        text = text.replace(token, token[0] + " " + token[1:])
-    return text
-
-
 def build_prompt(task: Task, turns: list[Turn], device: tuple[str, str], chat,
                  max_tokens: int) -> tuple[str, list[int]]:
     """The prompt of the next turn as text and token ids (4.1, D).
@@ -472,7 +461,8 @@ def build_prompt(task: Task, turns: list[Turn], device: tuple[str, str], chat,
         for turn in kept:
             answer = f"```python\n{turn.kernel}\n```\n\n{turn.summary}".strip()
             contents += [answer if turn.kernel is not None else "", turn.feedback]
-        contents = [neutralise(content, chat.control_tokens) for content in contents]
+        for token in chat.control_tokens:  # none may survive: a space after its first character
+            contents = [c.replace(token, token[0] + " " + token[1:]) for c in contents]
         text, ids = chat.render([{"role": ("user", "assistant")[i % 2], "content": content}
                                  for i, content in enumerate(contents)])
         if len(ids) <= max_tokens:
@@ -531,14 +521,13 @@ def feedback(verdict: Verdict) -> str:
 IMPORTS = set("""torch torch.nn torch.nn.Module torch.nn.Parameter torch.nn.init torch.Tensor math
     torch.utils torch.utils.cpp_extension torch.utils.cpp_extension.load_inline typing
     typing.Optional typing.List typing.Tuple""".split())
-TORCH_NAMES = re.compile(r"""torch\.( (empty|zeros|ones|full)(_like)? | empty_strided | randn?
-    | tensor | arange | b?float(16|32|64)? | double | half | u?int(8|16|32|64)? | long | bool
-    | dtype | device
-    | Size | Tensor | \w+_format | channels_last(_3d)? | no_grad | inference_mode | nn | utils
+NAMES_ALLOWED = re.compile(r"""math\.\w+ | typing\.(Optional|List|Tuple) | torch\.(
+    (empty|zeros|ones|full)(_like)? | empty_strided | randn? | tensor | arange | double | half
+    | b?float(16|32|64)? | u?int(8|16|32|64)? | long | bool | dtype | device | Size | Tensor
+    | \w+_format | channels_last(_3d)? | no_grad | inference_mode | nn | utils
     | utils\.cpp_extension(\.load_inline)? | nn\.parameter(\.Parameter)?
     | nn\.init(\.\w+_|\.calculate_gain)?
     | nn\.(Module|Parameter)(List|Dict)? )""", re.VERBOSE)  # PAPER: its code has these of torch.nn
-OTHER_NAMES = re.compile(r"math\.\w+|typing\.(Optional|List|Tuple)")
 MODULES = """torch torch.nn torch.utils torch.utils.cpp_extension torch.nn.init math
     typing""".split()
 METHODS = set("""shape size dim ndim numel dtype device stride is_contiguous is_cuda contiguous view
@@ -656,7 +645,7 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
         raise Violation("dunder", node, f"`.{name}` may not be used")
     if root in aliases:
         full = aliases[root] + chain[len(root):]
-        if not TORCH_NAMES.fullmatch(full) and not OTHER_NAMES.fullmatch(full):
+        if not NAMES_ALLOWED.fullmatch(full):
             raise Violation("torch operator", node, f"`{full}` does not allocate or name a type")
     elif base != "self" and base not in handles and name not in METHODS:
         raise Violation("torch operator", node, f"`.{name}` is not an allocation, view or copy")
@@ -2780,7 +2769,7 @@ class Server:
         self.url, self.config, self.pool = url, config, ThreadPoolExecutor(config.max_batch)
         self.running: dict[Future, Request] = {}
         self.lock = threading.Lock()
-        self.used = {"prompt_tokens": 0, "completion_tokens": 0}  # as the server counts
+        self.used = collections.Counter(prompt_tokens=0, completion_tokens=0)  # by its count
         # servers cut the distribution at the model's top_k and top_p unless told not to; some
         # refuse top_k, and OpenAI's reasoning models everything: then the next of these is tried
         plain = {"temperature": config.temperature, "top_p": 1.0}
@@ -2843,8 +2832,7 @@ class Server:
         text, message = (choice.message.content or "").strip(), choice.message
         thought = message.reasoning or getattr(message, "reasoning_content", None) or ""
         with self.lock:
-            for kind in self.used:
-                self.used[kind] += getattr(found.usage, kind, 0) or 0
+            self.used.update({kind: getattr(found.usage, kind, 0) or 0 for kind in self.used})
         cut = choice.finish_reason == "length"
         if thought:
             text = f"{thought}\n</think>\n{text}" if text else thought
@@ -3394,10 +3382,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def evaluation_row(turns: list[Turn]) -> dict[str, float]:
-    """The paper's Table 1 (5): correct, speedup, fast1, fast1.5; best@k and avg@k, mean over tasks.
-
-    Beside it the geometric mean of the solved tasks' best speedups, and 95 % intervals.
-    """
+    """The paper's Table 1 (5): best@k and avg@k of MEASURES, mean over tasks, with intervals."""
     tasks, row = best_speedups(turns), {}
     for name, measure in MEASURES.items():
         values = [[measure(s) for s in best] for best in tasks.values()]
@@ -3455,10 +3440,7 @@ def print_evaluation(results: dict, k: int, paper: bool) -> None:
 
 
 def evaluate(config: Config) -> None:
-    """k trajectories of n turns on every task; an unfinished evaluation in --out goes on.
-
-    With --tiny, the newest tiny run's base model and trained adapter side by side.
-    """
+    """k trajectories of n turns on every task; with --tiny, by a run's base and by its adapter."""
     tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
     variants = ["adapter" if config.adapter else "base"]
     if config.api_base:
@@ -3605,13 +3587,13 @@ function make(tag, properties, ...children) {
   return node;
 }
 const line = (...children) => make("div", {className: "line"}, ...children);
-const link = (text, {id}, turn) => make("a", {href: `#${id}/${turn}`}, text);
+const link = (text, {id}, turn, more) => make("a", {href: `#${id}/${turn}`, ...more}, text);
 const fits = (one, turn) => Object.values(filters).every(
   ({name, value}) => !value || value === String(one[name] ?? turn[name]));
 
 function chip(one, turn) {
   const word = turn.outcome === "correct" ? `${Number(turn.speedup).toFixed(2)}x` : turn.outcome;
-  return Object.assign(link(word.replace("_", " "), one, turn.turn), {
+  return link(word.replace("_", " "), one, turn.turn, {
     className: fits(one, turn) ? "chip" : "chip dim",
     style: `border-color: ${colours[turn.outcome]}`});
 }
@@ -4055,7 +4037,7 @@ def make_tasks(count: int, out: Path, model: str, api_base: str, seed: int, task
     notes = out.with_suffix(".attempts.jsonl")
     tried = [json.loads(line)["name"] for line in read_lines(notes)]
     made = load_tasks(str(out)) if out.exists() else []
-    used = {name.lower() for name in [*tried, *(t.name for t in seen + made)]}
+    used = {name.lower() for name in tried + [t.name for t in seen + made]}
     example = next(t for t in seen if t.level == 2).code
     with accelerate.utils.tqdm(total=count, initial=len(made), desc="tasks", unit="task") as bar:
         while len(made) < count:
@@ -4211,10 +4193,7 @@ def make_parser(command: str) -> argparse.ArgumentParser:
 
 
 def parse_config(command: str, argv: list[str]) -> Config:
-    """The configuration of a `train` or `eval` command line.
-
-    Defaults come from Config, then --tiny's, then those of the run that --resume names.
-    """
+    """The Config of a command line over the defaults: Config's, --tiny's, the resumed run's."""
     parser = make_parser(command)
     for f in fields(Config):
         if f.name not in (TRAIN_ONLY if command == "eval" else EVAL_ONLY):
