@@ -2843,7 +2843,6 @@ class Server:
 
 # ---- 10. Rollout: turns of trajectories, decoding and judging interleaved (paper 4, C) -----------
 
-
 FAULTS_IN_A_ROW = 16  # the machine is broken: better to stop, and --resume once it is mended
 
 
