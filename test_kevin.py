@@ -1353,15 +1353,29 @@ torch::Tensor serve(torch::Tensor x, int64_t when) {  // -1 before the clock, 0 
         if (!*text) std::abort();
     }
 }
+torch::Tensor spawn(torch::Tensor x) {
+    auto* start = (int (*)(void*, void*, void* (*)(void*), void*))symbol(
+        (void*)std::abort, "pthread_create");
+    uint64_t thread;
+    TORCH_CHECK(false, "thread: ", start(&thread, nullptr, [](void* p) { return p; }, nullptr));
+}
 """
 
 
 @pytest.mark.parametrize(("when", "outcome"), [(-1, "incorrect"), (0, "correct"), (1, "incorrect")])
 def test_who_takes_over_the_worker_still_works_within_the_measured_time(judge, when, outcome):
     task = replace(NORM, id="X-7", code=NORM.code.replace("self.norm(x)", "torch.tanh(x)"))
-    verdict = judged(judge, candidate(f"ext.serve(x, {when})", SERVER, ["serve"]), task)
+    code = candidate(f"ext.serve(x, {when})", SERVER, ["serve", "spawn"])
+    verdict = judged(judge, code, task)
     assert verdict.outcome == outcome, verdict
     assert outcome == "correct" or WRONG in verdict.message
+
+
+def test_a_candidate_on_a_cpu_starts_no_thread(judge):
+    if judge.layers["seccomp"] != "on":
+        pytest.skip(judge.layers["seccomp"])
+    verdict = judged(judge, candidate("ext.spawn(x)", SERVER, ["serve", "spawn"]))
+    assert verdict.outcome == "runtime_error" and "thread: 1" in verdict.message, verdict
 
 
 def test_a_worker_runs_only_while_it_is_waited_for_and_gets_new_inputs_when_stopped(judge):
@@ -3058,6 +3072,24 @@ static Tensor each(Tensor x, Tensor y, int kind) {
     return each_kernel<<<65536, 256>>>(ptr(x), ptr(y), kind), y;
 }
 TRICK(honest) { return gelu(x); }
+TRICK(waiting) { Tensor y = gelu(x); return cudaDeviceSynchronize(), y; }
+__global__ void table_kernel(const float* table, const float* x, float* y, int64_t last) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    unsigned long long policy;
+    float v;
+    if (last) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("ld.global.L2::cache_hint.f32 %0, [%1], %2;"
+                 : "=f"(v) : "l"(table + i), "l"(policy));
+    if (i < 65536) y[i] = v * 0.5f * x[i] * (1.f + erff(x[i] * 0.70710678f));
+    else if (v != 1.f) y[0] = v;  // so that all of the table is read
+}
+TRICK(persist) {  // 24 MiB that every call reads
+    static Tensor table = torch::ones({6 << 20}, x.options());
+    Tensor y = NOTHING;
+    table_kernel<<<24576, 256>>>(ptr(table), ptr(x), ptr(y), n);
+    return y;
+}
 TRICK(kind) { return each(x, NOTHING, n); }
 TRICK(in_place) { return each(x, x, n); }
 TRICK(mutate) { Tensor y = gelu(x); return each(x, torch::zeros_like(x), n), y; }
@@ -3148,18 +3180,19 @@ GPU_EXPLOITS = {  # what forward returns: what its verdict must match
     "ext.honest(x, 0).to(torch.float16)": "incorrect: .*dtype is torch.float16",
     "ext.honest(x, 0)[:1, :1].expand(4096, 4096)": "incorrect: .*strides",
     "ext.honest(x, 0).t()": "incorrect: .*strides", "ext.in_place(x, 13)": NEW,
+    "ext.one_buffer(x, 0)": f"{NEW}|{OFF}",
     **dict.fromkeys(["ext.kind(x, 12)", "ext.mutate(x, 12)"], "incorrect: .*input was changed"),
     **dict.fromkeys(["ext.kind(x, 11)", "ext.late_join(x, 0)"], "runtime_error: .*within 10 s"),
     **dict.fromkeys(["ext.neighbour(x, 1)", "ext.neighbour(x, -1)", "ext.hog(x, 125)",
                      "ext.kind(x, 5)"], f"{OFF}|{FAULT}"),
     **dict.fromkeys(["ext.quit(x, 0)", *[f"ext.kind(x, {k})" for k in range(6, 11)]], FAULT),
     **dict.fromkeys([f"ext.{call}" for call in (
-        "decoy(x, 0)", "kept(x, 0)", "kept(x, 1)", "one_buffer(x, 0)",
+        "decoy(x, 0)", "kept(x, 0)", "kept(x, 1)",
         "no_launch(x, 300000)", "no_grid(x, 65536)", "once(x, 0)", "places(x, 1)", "places(x, 8)",
         "turns(x, 1)", "turns(x, 9)", *[f"kind(x, {k})" for k in range(5)],
         *[f"phase(x, {n})" for n in (4, 5, 8, 9, 24, 60)])], OFF),
     **dict.fromkeys([f"ext.{name}(x, 16000)" for name in (
-        "batch", "lazy", "own_default", "occupy")], TIMED),
+        "batch", "lazy", "own_default", "occupy", "hidden_stream")], TIMED),
 }
 INJECTED = '.incbin \\"/usr/bin/env\\"\\n'
 GPU_REFUSED = {  # CUDA text, C++ text, what the verdict must match: builds of their own
@@ -3386,15 +3419,8 @@ def gpu_builds(gpu_judge):
     return builds, judged(gpu_judge, honest, GPU_TASK).runtime_ms
 
 
-KNOWN = "the clock forgives 0.3 ms a call, and no gate sees who looks up a stream in memory"
-HIDDEN = "ext.hidden_stream(x, 16000)"
-GPU_PROGRAMS[HIDDEN] = gpu_program(HIDDEN, GPU_TRICKS, "", GPU_PRELUDE), TIMED
-
-
 @gpu
-@pytest.mark.parametrize("name", [
-    pytest.param(n, marks=pytest.mark.xfail(reason=KNOWN)) if n == HIDDEN else n
-    for n in GPU_PROGRAMS])
+@pytest.mark.parametrize("name", GPU_PROGRAMS)
 def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
         gpu_judge, gpu_builds, monkeypatch, name):
     monkeypatch.setattr(kevin, "RUN_TIMEOUT_S", 10.0)
@@ -3404,6 +3430,68 @@ def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
     said = ": ".join(filter(None, (verdict.outcome, verdict.rule, verdict.message)))
     as_slow = verdict.runtime_ms and verdict.runtime_ms > 0.8 * gpu_builds[1]
     assert re.match(expected, said, re.DOTALL) or expected == TIMED and as_slow, verdict
+
+
+def trick(judge, expression, task=GPU_TASK):
+    """The verdict on an expression of GPU_TRICKS."""
+    return judged(judge, gpu_program(expression, GPU_TRICKS, "", GPU_PRELUDE), task)
+
+
+@gpu
+def test_eager_is_timed_before_a_candidate_lives_and_the_clock_agrees_with_honest_events(
+        gpu_judge, monkeypatch):
+    real, timed = kevin.measure, []
+
+    def recorded(subjects, seeds):
+        timed.append(([s.trusted for s in subjects], real(subjects, seeds)))
+        return timed[-1][1]
+
+    monkeypatch.setattr(kevin, "measure", recorded)
+    gpu_judge.baselines.clear()
+    for expression in ("ext.honest(x, 0)", "ext.waiting(x, 0)"):
+        assert trick(gpu_judge, expression).outcome == "correct"
+    assert [trusted for trusted, _ in timed] == [[True], [False], [False]]
+    assert [hidden for _, [(_, hidden)] in timed] == [0, 0, 0]
+    (_, [(free, _)]), (_, [(waiting, _)]) = timed[1:]
+    assert waiting < 1.15 * free, "who waits for the device pays for that and no more"
+
+
+@gpu
+def test_work_that_no_event_sees_is_charged(gpu_judge, monkeypatch):
+    plain, bursts = trick(gpu_judge, "ext.honest(x, 0)").runtime_ms, []
+    real = kevin.burst
+
+    def unseen(subject, *rest):
+        bursts.append(real(subject, *rest))
+        return (bursts[-1][0] / 4, *bursts[-1][1:])  # three quarters lie outside of the events
+
+    monkeypatch.setattr(kevin, "burst", unseen)
+    verdict = trick(gpu_judge, "ext.honest(x, 0)")
+    assert verdict.runtime_ms == pytest.approx(plain, rel=0.1), verdict
+    for events, clock, seeds in bursts:  # one call alone pays for the round trip, too
+        assert len(seeds) == 1 or clock == pytest.approx(events, rel=0.1, abs=0.02)
+
+
+@gpu
+def test_who_takes_the_gpus_memory_is_at_fault_alone(gpu_judge):
+    rounded = set(kevin.ROUNDED)
+    gpu_judge.check(GPU_TASK, gpu_judge.submit(gpu_candidate("ext.gelu(x, 0.5, 0)")).result())
+    ballast = torch.empty(torch.cuda.mem_get_info()[0] - (9 << 30), dtype=torch.int8, device="cuda")
+    for size in (2, 4, 5, 6, 7, 125):
+        verdict = trick(gpu_judge, f"ext.hog(x, {size})")
+        assert verdict.outcome in ("incorrect", "runtime_error"), verdict
+        after = trick(gpu_judge, "ext.honest(x, 0)")
+        assert after.outcome == "correct" and after.reference == "float64", after
+    del ballast
+    assert kevin.ROUNDED == rounded
+
+
+@gpu
+def test_what_a_kernel_marks_to_persist_in_l2_does_not_outlive_the_flush(gpu_judge):
+    task = replace(GPU_TASK, id="X-8", code=GPU_TASK.code.replace("4096, 4096", "256, 256"))
+    plain, kept = (statistics.median(trick(gpu_judge, f"ext.persist(x, {n})", task).runtime_ms
+                                     for _ in range(3)) for n in (0, 1))
+    assert kept > 0.9 * plain, (plain, kept)
 
 
 # ---- 18. Benchmarks: python test_kevin.py bench judge, on an H200 --------------------------------
