@@ -1773,7 +1773,7 @@ class Subject(Child):
 
     def _signal(self, which: int) -> None:
         deadline = time.monotonic() + 10
-        with contextlib.suppress(OSError):  # it is gone: nothing runs, and the next answer is late
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it is gone
             signal.pidfd_send_signal(self.pidfd, which)
             while which == signal.SIGSTOP and any(
                     (task / "stat").read_text().rpartition(") ")[2][0] in "RSD"
