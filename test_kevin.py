@@ -3906,7 +3906,7 @@ def test_work_that_no_event_sees_is_charged(gpu_judge, monkeypatch):
     verdict = trick(gpu_judge, "ext.honest(x, 0)")
     assert verdict.runtime_ms == pytest.approx(plain, rel=0.1), verdict
     for events, clock, seeds in bursts:  # one call alone pays for the round trip, too
-        assert len(seeds) == 1 or clock == pytest.approx(events, rel=0.1, abs=0.02)
+        assert len(seeds) == 1 or clock == pytest.approx(events, rel=0.1, abs=0.05)
 
 
 @gpu
