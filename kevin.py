@@ -2284,31 +2284,39 @@ def load_policy(config: Config) -> Policy:
     """
     folder, name = Path(config.model).expanduser(), config.model
     if folder.is_dir() or name[0] in "./~":
+        name = str(folder)
         if not (folder / "config.json").exists():
             raise UserError(f"model folder {name} does not exist or has no config.json")
         if not config.random_weights and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise UserError(f"model folder {name} holds no weights (*.safetensors)")
     if not torch.cuda.is_available():
         raise UserError(f"{name} needs an NVIDIA GPU and there is none; --tiny runs on the CPU")
-    import transformers
-
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    return read_policy(name, device, torch.cuda.mem_get_info()[0], config)
+
+
+def read_policy(name: str, device: torch.device, free_bytes: int, config: Config) -> Policy:
+    """Tokenizer and bf16 weights of a folder or from the Hub, and the adapter, on a device.
+
+    UserError if they cannot be read, or would not fit into the device's free memory.
+    """
+    import transformers
+
+    kind, how = transformers.AutoModelForCausalLM, dict(
+        dtype=torch.bfloat16, attn_implementation="sdpa")
     try:
         shape = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as e:
         raise UserError(f"cannot load {name}: {str(e).splitlines()[0]}") from None
     with torch.device("meta"):
-        empty = transformers.AutoModelForCausalLM.from_config(shape)
+        empty = kind.from_config(shape)
     # two bytes a weight, and a quarter more and 4 GiB for adapter, optimiser and activations
     needed = sum(p.numel() for p in empty.parameters()) * 2.5 / 2**30 + 4
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free < needed:
-        raise UserError(f"{name} needs about {needed:.0f} GiB on one GPU and {free:.0f} are free; "
-                        "--tiny runs on the CPU")
-    kind, how = transformers.AutoModelForCausalLM, dict(
-        dtype=torch.bfloat16, attn_implementation="sdpa")
+    if free_bytes / 2**30 < needed:
+        raise UserError(f"{name} needs about {needed:.0f} GiB on one GPU and "
+                        f"{free_bytes / 2**30:.0f} are free; --tiny runs on the CPU")
     torch.manual_seed(config.seed)  # the same fresh adapter on every process
     if config.random_weights:
         with device:

@@ -3,9 +3,9 @@
     python -m pytest -q test_kevin.py                 minutes on two cores; needs g++
     KEVIN_SLOW=1 python -m pytest -q test_kevin.py    also builds that take a minute each
 
-The numbers are those of the script's sections. Nothing here needs a network; the last section needs
-a GPU and is skipped without one. Not covered: load_policy with real weights, bf16 error, memory
-peaks, and how well anything is learned.
+The numbers are those of the script's sections. Nothing here needs a network; section 17 needs a GPU
+and is skipped without one. Not covered: the real model's weights, memory peaks, and how well
+anything is learned.
 """
 
 import ast
@@ -1765,6 +1765,29 @@ def test_an_incomplete_model_folder_is_a_user_error(tmp_path):
             (folder / name).touch()
         with pytest.raises(kevin.UserError, match=said):
             kevin.load_policy(kevin.Config(model=str(folder)))
+
+
+def test_a_checkpoint_in_a_folder_is_read_with_its_tokenizer_and_end_tokens(tokenizer, tmp_path):
+    lm = FAMILIES["llama"]().bfloat16()
+    lm.generation_config.eos_token_id = [5, 7]
+    lm.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 3, "as large models come"
+    tokenizer.save_pretrained(tmp_path)
+    config = kevin.Config(model=str(tmp_path), lora_rank=4, seed=3)
+    first, second = (kevin.read_policy(str(tmp_path), torch.device("cpu"), 2**40, config)
+                     for _ in range(2))
+    assert {5, 7} < first.eos_ids and len(first.tokenizer) == len(tokenizer)
+    assert torch.equal(weights(first), weights(second)) and weights(first).any(), "on every rank"
+    with torch.no_grad():
+        close(first(PROMPT, ANSWER, 0.9), naive_logprobs(lm, PROMPT, ANSWER).float(), 0.05)
+    with pytest.raises(kevin.UserError, match="needs about 4 GiB on one GPU and 1 are free"):
+        kevin.read_policy(str(tmp_path), torch.device("cpu"), 2**30, config)
+    random_ = kevin.read_policy(str(tmp_path), torch.device("cpu"), 2**40,
+                                replace(config, random_weights=True))
+    assert not torch.equal(random_.base.lm_head.weight, first.base.lm_head.weight)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(kevin.UserError, match="cannot load"):
+        kevin.read_policy(str(tmp_path), torch.device("cpu"), 2**40, config)
 
 
 # ---- 9. Engine: sampling -------------------------------------------------------------------------
@@ -4011,26 +4034,6 @@ def test_gpu_down_kernel_is_concatenation_and_product(rows, inputs, ranks):
         exact = x.double() @ down.double().T
         assert torch.equal(out[..., :inputs], x)
         assert (out[..., inputs:] - exact).norm() / exact.norm() < 3e-3
-
-
-@gpu
-def test_gpu_policy_from_a_folder_is_the_saved_model_with_the_same_adapter_everywhere(
-        tokenizer, tmp_path):
-    lm = wide_policy(tokenizer).lm.unload()
-    for module in lm.modules():  # joined weights are views of one storage
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data = module.weight.data.clone()
-    lm.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    first, second = (kevin.load_policy(kevin.Config(model=str(tmp_path))) for _ in range(2))
-    assert torch.equal(weights(first), weights(second)) and weights(first).any()
-    with torch.no_grad():
-        row = torch.tensor([PROMPT + ANSWER], device="cuda")
-        exact = (lm(row).logits[0].float() / 0.9).log_softmax(-1)[len(PROMPT) - 1 : -1]
-        exact = exact.gather(1, row[0, len(PROMPT) :, None])[:, 0]
-        assert (first(PROMPT, ANSWER, 0.9) - exact).abs().max() < 0.05
-    with pytest.raises(kevin.UserError, match="holds no adapter"):
-        kevin.load_policy(kevin.Config(model=str(tmp_path), adapter=str(tmp_path)))
 
 
 @gpu
