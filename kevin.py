@@ -690,19 +690,22 @@ OPERATORS_ALLOWED = re.compile(r"""( (empty|zeros|ones|full)(_like)? | new_(empt
     | movedim | data | set_data )(_\w+)?""", re.VERBOSE)
 C_ALLOWED = re.compile(r"""( (__)?mem(cpy|move|set|cmp|chr)(_chk)? | str(len|n?cmp|chr) | malloc
     | free | [cr]e?alloc | aligned_alloc | posix_memalign | abort | (__)?[fsv]*n?printf(_chk)?
-    | f?put[sc] | putchar | fwrite | fflush | std(out|err) | s?rand | qsort | bsearch
+    | f?put[sc] | putchar | fwrite | fflush | std(out|err) | perror | s?rand | qsort | bsearch
+    | (__isoc23_)?strto\w+ | ato[fil]l? | pthread_once | __once_proxy | exit
+    | omp_(get_(max_threads|num_threads|thread_num|num_procs)|in_parallel) | __gmon_start__
     | __stack_chk_fail | __assert_fail | __errno_location | __tls_get_addr | __cxa_finalize
-    | __gmon_start__ | cudaLaunch(Cooperative)?Kernel(ExC)? | __cuda(Push|Pop)CallConfiguration
+    | cudaLaunch(Cooperative)?Kernel(ExC)? | __cuda(Push|Pop)CallConfiguration
     | __cuda(R|Unr)egisterFatBinary(End)? | __cudaRegister(Function|Var)
     | __cuda(InitModule|GetKernel|LaunchKernel) | cuda(Get|PeekAt)LastError
     | cudaGetError(String|Name) | cudaFunc(Set|Get)(Attributes?|CacheConfig)
     | cudaOccupancyMaxActiveBlocks\w+ | cudaDeviceGetAttribute | cudaGetDevice(Properties(_v2)?)?
     | cudaMemset(Async)? | cudaMemcpyAsync | cudaMemcpyToSymbol(Async)? | cudaGetSymbolAddress
-    | cuda(Device|Stream)Synchronize | cudaMalloc | cudaFree )""", re.VERBOSE)
+    | cuda(Device|Stream)Synchronize )""", re.VERBOSE)
 CXX_ALLOWED = re.compile(  # the C++ runtime, tensor access, error messages
     r"_ZNK?R?S[absoidt]|_ZNK?9__gnu_cxx|_ZSt|_ZT[VIS]|_ZGV|_Zn[wa]|_Zd[la]|__cxa_|__gxx_|_Unwind_"
     r"|_ITM_|_ZNK?2at10TensorBase|_ZNK?3c10|_ZNK?6caffe2|_ZNK?2at8internal|_ZN2at6detail"
-    r"|_ZN2at15get_num_threads|_ZN2at18in_parallel_region")
+    r"|_ZN2at1[45]get_(num_threads|thread_num)|_ZN2at18in_parallel_region"
+    r"|_ZNK2at6Tensor4item")
 CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatcher and global state
     r"St6thread|St7jthread|St11this_thread|St6future|St7promise|__future|_Async|condition_variable"
     r"|10filesystem|filebuf|basic_[io]?fstream|random_device|6chrono|Dispatch|Operator(Handle|Name)"
@@ -778,9 +781,9 @@ DENIED_CALLS = (  # ptrace, mounts, modules, keys, namespaces, perf, foreign mem
     101, 134, 153, 155, 161, 165, 166, 167, 169, 175, 176, 179, 246, 248, 249, 250, 272, 298, 303,
     304, 308, 310, 311, 312, 313, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
 
-CANDIDATE_CALLS = (  # connect, fork, files' modes, owners, times and attributes, affinity
-    41, 42, 57, 58, 90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 203, 235, 260, 261, 268,
-    280, 452, 463, 466)
+CANDIDATE_CALLS = (  # connect, fork, threads, files' modes, owners, times, attributes, affinity
+    41, 42, 56, 57, 58, 90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 203, 235, 260, 261,
+    268, 280, 435, 452, 463, 466)
 
 
 def libc(function: str, *args) -> int:
@@ -812,7 +815,7 @@ def landlock(readable: list[str], writable: list[str]) -> None:
 def seccomp(candidate: bool) -> None:
     """DENIED_CALLS, and sockets other than AF_UNIX, fail with EPERM (x86-64 only).
 
-    A candidate's own process may start threads but no process, and make no CANDIDATE_CALLS.
+    A candidate's own process makes no CANDIDATE_CALLS either.
     """
     if platform.machine() != "x86_64":
         raise OSError(0, "not x86-64")
@@ -822,9 +825,6 @@ def seccomp(candidate: bool) -> None:
     program += [op(0x20, 0, 0, 0), op(0x35, 0, 1, 1 << 30), kill]  # the x32 calls
     for number in DENIED_CALLS + CANDIDATE_CALLS * candidate:
         program += [op(0x15, 0, 1, number), deny]
-    if candidate:  # clone3 is not there, clone only for a thread
-        program += [op(0x15, 0, 1, 435), op(6, 0, 0, 0x50026)]
-        program += [op(0x15, 0, 4, 56), op(0x20, 0, 0, 16), op(0x45, 1, 0, 0x10000), deny, allow]
     program += [op(0x15, 0, 3, 41), op(0x20, 0, 0, 16), op(0x15, 1, 0, socket.AF_UNIX), deny, allow]
     code = ctypes.create_string_buffer(b"".join(program))
     libc("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -968,10 +968,10 @@ class OperatorListener(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class Worker:
-    """The child's side of every command: it builds, or holds one module and its inputs."""
+    """The child's side of every command: it builds, or holds one module and its calls."""
 
     def __init__(self, device: str):
-        self.device, self.inputs, self.weights = device, [], None
+        self.device, self.weights, self.held = device, None, set()
 
     def do_build(self, folder: str, stages: list, fds) -> None:
         """Runs the command lines of each stage side by side, until one fails."""
@@ -989,18 +989,25 @@ class Worker:
 
     def do_start(self, fds) -> None:
         """Makes the CUDA context, which takes most of a worker's start."""
+        torch.cuda.set_per_process_memory_fraction(GPU_SHARE)
         self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
-    def do_open(self, inputs: str, size: int, fds) -> dict:
-        """The task's input program and the memory for outputs, before the candidate's code."""
+    def do_open(self, inputs: str, size: int, calls: int, total: int, fds) -> dict:
+        """The memory of all calls and, until there is another, a model that does nothing."""
         self.task, pointer, handle = {"__name__": "task"}, ctypes.c_void_p(), IpcHandle()
         exec(compile(inputs, "task", "exec"), self.task)
         if self.device == "cpu":
-            self.memory = torch.frombuffer(mmap.mmap(fds[0], size), dtype=torch.uint8)
-            return {}
-        cuda("cudaMalloc", ctypes.byref(pointer), size)
-        cuda("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
-        self.memory = raw_bytes(pointer.value, size, "cuda")
+            self.memory = (ctypes.c_char * total).from_buffer(mmap.mmap(fds[0], total))
+            pointer.value = ctypes.addressof(self.memory)
+            for option, value in ((-4, 0), (-1, 1 << 30)):  # the heap keeps what is let go, or page
+                libc("mallopt", option, value)  # faults, at times, would be most of a call
+        else:
+            cuda("cudaMalloc", ctypes.byref(pointer), total)
+            cuda("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
+        like = seeded_inputs(self.task["get_inputs"], 0, self.device)
+        self.slots = call_slots(pointer.value, like, size, calls, self.device)
+        self.model = lambda *_: torch.empty(size, dtype=torch.uint8, device=self.device)
+        _ = [self.model().fill_(1) for _ in self.slots]  # memory that no one wrote is read too fast
         return {"handle": bytes(handle).hex()}
 
     def do_load(self, code: str, names: list | None, fds) -> dict:
@@ -1031,75 +1038,57 @@ class Worker:
         exec(compile(code, "candidate", "exec"), self.space)
         return {"calls": calls if names is None else None}
 
-    def do_prepare(self, name: str, weights: int, seeds: list, fds) -> None:
-        """The module under a weights seed, and inputs of these seeds written over the old ones."""
+    def do_prepare(self, name: str, weights: int, fds) -> None:
+        """Makes the module under a weights seed, unless it is there."""
         if weights != self.weights:
             with torch.device(self.device):
                 self.model = seeded_model(self.space[name], self.task["get_init_inputs"], weights)
             # asked for now: a module may do work when it is asked, and later that would be too late
-            self.held = [p.untyped_storage().data_ptr() for p in self.model.parameters()]
-        self.weights, self.seeds, self.outputs = weights, seeds, []
-        for slot, seed in enumerate(seeds):  # same addresses, new values
-            fresh = seeded_inputs(self.task["get_inputs"], seed, self.device)
-            if slot == len(self.inputs):
-                self.inputs.append(fresh)
-            for old, new in zip(self.inputs[slot], fresh):
-                old.copy_(new) if torch.is_tensor(old) else None
-        del self.inputs[len(seeds):]
+            held = [*self.model.parameters(), *[t for inputs, _ in self.slots for t in inputs]]
+            self.held = {t.untyped_storage().data_ptr() for t in held if torch.is_tensor(t)}
+        self.weights = weights
 
-    def do_run(self, listen: bool, fds) -> dict:
-        """One call on every prepared input; the operators it dispatched, on a GPU its ms by events.
+    def do_run(self, count: int, listen: bool, fds) -> dict:
+        """Calls on the first slots, each output copied into its slot, with a claim of what it is.
 
-        All outputs are kept, so that no call knows whether its own will be looked at; where their
-        bytes are is asked within the time, or a tensor could compute itself when it is looked at.
+        All outputs are kept, so that no call gets another's memory; where their bytes are is asked
+        within the time, or a tensor could compute itself when it is looked at.
         """
-        self.outputs, events, on_gpu = [], [], self.device == "cuda"
+        outputs, claims, taken, timed = [], [], set(self.held), self.device == "cuda" and not listen
         listener = OperatorListener(self.device) if listen else contextlib.nullcontext()
-        with torch.no_grad(), listener:
-            for inputs in self.inputs:
-                if on_gpu and not listen:  # no synchronisation in between: the flush hides launches
-                    self.flush.zero_()
-                    events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-                    events[-1][0].record()
-                out = self.model(*inputs)
-                plain = type(out) is torch.Tensor
-                facts = {"type": "Tensor" if plain else type(out).__name__}
-                self.outputs.append((out, facts))
-                if plain:
-                    storage = out.untyped_storage()
-                    facts |= {"shape": list(out.shape), "strides": list(out.stride()),
-                              "dtype": str(out.dtype), "device": out.device.type,
-                              "data": out.data_ptr(), "storage": storage.data_ptr(),
-                              "bytes": storage.nbytes()}
-                if events:
-                    events[-1][1].record()
-        if on_gpu:
-            torch.cuda.synchronize()
-        return {"ms": [start.elapsed_time(end) for start, end in events],
-                "ops": sorted(listener.names) if listen else []}
-
-    def do_fetch(self, slot: int, fds) -> dict:
-        """Copies an output's bytes out, with what this process claims about it."""
-        (_, facts), inputs = self.outputs[slot], self.inputs[slot]
-        if facts["type"] != "Tensor" or facts["device"] != self.device:
-            return facts
-        fresh = seeded_inputs(self.task["get_inputs"], self.seeds[slot], self.device)
-        held = [*self.held, *[t.untyped_storage().data_ptr() for t in inputs if torch.is_tensor(t)]]
-        dtype, shape = getattr(torch, facts["dtype"].partition(".")[2]), facts["shape"]
-        reach = sum((n - 1) * s for n, s in zip(shape, facts["strides"])) + 1
-        whole = raw_bytes(facts["data"], reach * dtype.itemsize, self.device).view(dtype)
-        data = whole.as_strided(shape, facts["strides"]).contiguous().view(-1).view(torch.uint8)
-        if 0 < data.numel() <= len(self.memory):
-            self.memory[: data.numel()].copy_(data)
-        pairs = [(a, b) for a, b in zip(inputs, fresh) if torch.is_tensor(a)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                  for _ in range(count * timed)]
+        with torch.no_grad():
+            for number, (inputs, place) in enumerate(self.slots[:count]):
+                if timed:
+                    torch.cuda.synchronize()  # or what a kernel marks to persist outlives the flush
+                    cuda("cudaCtxResetPersistingL2Cache")
+                    for _ in range(2):  # long enough to hide the launches after it
+                        self.flush.zero_()
+                    events[number][0].record()
+                with listener:
+                    out = self.model(*inputs)
+                claim = {"type": "Tensor" if type(out) is torch.Tensor else type(out).__name__}
+                outputs.append(out)
+                claims.append(claim)
+                if type(out) is torch.Tensor:
+                    storage, data = out.untyped_storage(), out.data_ptr()
+                    rest = storage.data_ptr() + storage.nbytes() - data
+                    own = storage.data_ptr() not in taken and rest >= len(place)
+                    taken.add(storage.data_ptr())
+                    claim |= {"shape": list(out.shape), "strides": list(out.stride()), "own": own,
+                              "dtype": str(out.dtype), "device": out.device.type}
+                if timed:
+                    events[number][1].record()
+                if claim.get("own") and claim["device"] == self.device:
+                    place.copy_(raw_bytes(data, len(place), self.device))
         if self.device == "cuda":
             torch.cuda.synchronize()
-        owned = facts["storage"] not in held and facts["bytes"] >= data.numel()
-        return facts | {"own": owned,
-                        "mutated": not all(torch.equal(a, b) for a, b in pairs)}
+        return {"ms": [start.elapsed_time(end) for start, end in events], "claims": claims,
+                "ops": sorted(listener.names) if listen else []}
 
 
-# What both sides compute: equal seeds give equal tensors, so that no input crosses over.
+# What both sides compute: equal seeds give equal weights, equal shapes equal places in memory.
 
 
 def stable_seed(*parts) -> int:
@@ -1140,12 +1129,16 @@ class IpcHandle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_char * 64)]
 
 
-def cuda(function: str, *args) -> None:
-    """A call of the CUDA runtime that torch has loaded; failure is a fault of the judge."""
+@functools.cache
+def cuda_runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
     torch.cuda.init()
-    loaded = re.search(r"/\S*libcudart\S*", Path("/proc/self/maps").read_text()).group(0)
-    wide = [ctypes.c_size_t(a) if type(a) is int else a for a in args]
-    status = ctypes.CDLL(loaded)[function](*wide)
+    return ctypes.CDLL(re.search(r"/\S*libcudart\S*", Path("/proc/self/maps").read_text()).group())
+
+
+def cuda(function: str, *args) -> None:
+    """A call of the CUDA runtime; failure is a fault of the judge."""
+    status = cuda_runtime()[function](*[ctypes.c_size_t(a) if type(a) is int else a for a in args])
     if status:
         raise JudgeFault(f"{function}: CUDA error {status}")
 
@@ -1156,6 +1149,27 @@ def raw_bytes(pointer: int, size: int, device: str) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_char * size).from_address(pointer), dtype=torch.uint8)
     described = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 2}
     return torch.as_tensor(types.SimpleNamespace(__cuda_array_interface__=described), device="cuda")
+
+
+def aligned(size: int) -> int:
+    """Bytes that a tensor takes in shared memory, where each begins as the allocator's would."""
+    return -(-size // 512) * 512
+
+
+def call_slots(pointer: int, inputs: list, size: int, calls: int, device: str) -> list[tuple]:
+    """(inputs like these, bytes of the output) of each call, one after another in memory."""
+    slots = []
+    for _ in range(calls):
+        views = []
+        for like in [*inputs, torch.empty(size, dtype=torch.uint8, device="meta")]:
+            if torch.is_tensor(like):
+                strides = torch.empty_like(like, device="meta").stride()
+                flat = raw_bytes(pointer, like.nbytes, device).view(like.dtype)
+                pointer += aligned(like.nbytes)
+                like = flat.as_strided(like.shape, strides)
+            views.append(like)
+        slots.append((views[:-1], views[-1]))
+    return slots
 
 
 # Compiling: load_inline parses 394,000 header lines three times, 78 CPU-seconds a kernel. Light
@@ -1169,13 +1183,15 @@ LIGHT_HEADER = "\n".join([
     *[f"#include <ATen/ops/{name}.h>" for name in OPERATORS],
     "namespace torch {", "using namespace at;", "using std::nullopt;", "using std::optional;",
     "using Dtype = at::ScalarType;", "inline std::optional<Device> device_of(const Tensor& t) {",
-    "    return t.device(); }", *[f"constexpr auto k{new} = at::k{old};" for new, old in (
+    "    return t.device(); }", "struct NoGradGuard { NoGradGuard() {} };",  # no_grad is on
+    *[f"constexpr auto k{new} = at::k{old};" for new, old in (
         ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"),
         ("Int64", "Long"), ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
     "namespace at { using torch::device_of; }", ""])
 HEADERS = {  # the full headers' names, and those that every operator includes and none needs
     **dict.fromkeys(("torch/extension.h", "torch/types.h", "torch/all.h", "torch/torch.h",
-                     "ATen/ATen.h", "ATen/Functions.h"),
+                     "torch/script.h", "torch/python.h", "torch/nn.h", "ATen/ATen.h",
+                     "ATen/Functions.h"),
                     "#pragma once\n#include <kevin_light.h>\n"),
     **dict.fromkeys(("ATen/Context.h", "ATen/TensorUtils.h", "ATen/DeviceGuard.h"),
                     "#pragma once\n"),
@@ -1289,7 +1305,7 @@ class Toolchain:
             missing = "nvcc" if self.gcc else "g++"
             raise UserError(f"no compiler: {missing} is not on PATH (Debian: apt install g++)")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, cpu_name(), 6)
+                    SAMPLE, cpu_name(), 7)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
         system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
@@ -1352,7 +1368,8 @@ class Toolchain:
         ops = ops / "include/ATen/ops"
         named = sorted(set(re.findall(r"\b(?:torch|at)::(\w+)", text)) - set(OPERATORS))
         extra = [f"#include <ATen/ops/{n}.h>" for n in named if (ops / f"{n}.h").exists()]
-        extra += ["#include <ATen/Dispatch.h>"] * ("AT_DISPATCH" in text)
+        extra += [f"#include <ATen/{header}.h>" for word, header in (
+            ("AT_DISPATCH", "Dispatch"), ("parallel_for", "Parallel")) if word in text]
         lines = ['#include "kevin_binding.h"', *extra,  # the binding at -O1 costs half as much
                  "#pragma GCC push_options", '#pragma GCC optimize("O3")',
                  f"#pragma GCC poison {POISONED} {self.python}", '#line 1 "cpp_source"',
@@ -1515,7 +1532,8 @@ class Judge:
         self.chain = Toolchain(cache, device)
         self.source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
         self.children, self.spare = 0, None
-        self.baselines: dict[str, tuple[float, float]] = {}  # eager's time of a task, on a GPU
+        self.baselines: dict[str, float] = {}  # eager's ms of a task, on a GPU
+        self.idle_ms: dict[str, list[float]] = {}  # runs of one and of all calls without a model
         self._start_zygote()
         with Child(self) as probe:
             self.layers = probe.layers
@@ -1656,6 +1674,9 @@ class Judge:
 
     def _check(self, task: Task, build: Build) -> Verdict:
         seeds, worst, constant = [], 0.0, True
+        if self.device == "cuda" and task.id not in self.baselines:
+            with Subject(self, task) as eager:  # while no candidate lives
+                self.baselines[task.id] = sum(measure([eager], [])[0])
         try:
             with Subject(self, task, build) as candidate:
                 for trial in range(TRIALS):
@@ -1665,16 +1686,12 @@ class Judge:
                     candidate.run(*seeds[-2:], listen=True)
                     error, same = candidate.error(*seeds[-2:])
                     worst, constant = max(worst, error), constant and same
-                for attempt in range(CLOCK_ATTEMPTS):
-                    try:
-                        ms, eager_ms = time_candidate(candidate, seeds, constant)
-                        break
-                    except Rejected as e:  # noise is over the next time, hidden work is not
-                        if e.args[1] != "clock" or attempt == CLOCK_ATTEMPTS - 1:
-                            raise
+                ms, eager_ms = time_candidate(candidate, seeds, constant)
                 found = Verdict("correct", "", "", ms, eager_ms, eager_ms / ms, worst)
         except Rejected as e:
             found = Verdict(*e.args)
+        except torch.OutOfMemoryError:  # there was enough before the candidate came
+            found = Verdict("runtime_error", "", "it left too little GPU memory for its check")
         reference = "float32" if task.code in ROUNDED else "float64"
         return replace(found, device=self.device_name, seeds=tuple(seeds), reference=reference)
 
@@ -1693,15 +1710,15 @@ def reference_models(code: str, weights: int, device: str) -> tuple:
 ROUNDED: set[str] = set()  # programs whose float64 run does not fit
 
 
-def reference_answer(task: Task, weights: int, seed: int, device: str) -> tuple:
-    """(float64 truth, eager's output, bytes of inputs and parameters) for two seeds.
+def reference_answer(task: Task, weights: int, seed: int, device: str, alone: bool = True) -> tuple:
+    """(float64 truth, eager's output, inputs) for two seeds.
 
-    Where float64 takes more memory than there is, float32 without TF32 stands in from then on.
-    UserError when the task's program raises: it is ours, and its fault ends the command.
+    Where float64 takes more memory than there is, float32 without TF32 stands in from then on; not
+    alone, that may be a candidate's doing, and is OutOfMemoryError. UserError when the task's
+    program raises: it is ours, and its fault ends the command.
     """
-    devices = range(torch.cuda.device_count()) if device == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with forked_rng(device), torch.no_grad():
             get_inputs, model, exact = reference_models(task.code, weights, device)
             inputs, truth = seeded_inputs(get_inputs, seed, device), None
             try:
@@ -1709,36 +1726,58 @@ def reference_answer(task: Task, weights: int, seed: int, device: str) -> tuple:
                         for x in inputs]
                 truth = None if task.code in ROUNDED else exact(*wide)
             except torch.OutOfMemoryError:
+                if not alone:
+                    raise
                 ROUNDED.add(task.code)
             if truth is None:
                 with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                     truth = model(*inputs)
-            eager = model(*inputs)
-            read = [t for t in [*inputs, *model.parameters()] if torch.is_tensor(t)]
-            return truth, eager, sum(t.numel() * t.element_size() for t in read)
+            return truth, model(*inputs), inputs
     except (torch.OutOfMemoryError, torch.AcceleratorError) as e:
+        if not alone and isinstance(e, torch.OutOfMemoryError):
+            raise
         raise JudgeFault(f"the reference of {task.id} failed: {e}") from None
     except Exception as e:
         text = f"task {task.id}: its program raised {type(e).__name__}: {e}"
         raise UserError(text.splitlines()[0]) from None
 
 
+def forked_rng(device: str):
+    """A context that leaves this process's random numbers as they were."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()) if device == "cuda" else [])
+
+
 class Subject(Child):
-    """A worker that serves a built candidate, or (build=None) the task's own Model for its time."""
+    """A worker that serves a built candidate, or (build=None) the task's own Model for its time.
+
+    It runs only from a command to its answer. A call's inputs come into being while it is stopped,
+    in memory that both processes hold, and its output is there when the clock stops.
+    """
 
     def __init__(self, judge: Judge, task: Task, build: Build | None = None):
         self.task, self.device, self.pointer = task, judge.device, ctypes.c_void_p()
         self.name, code = ("ModelNew", build.code) if build else ("Model", task.code)
-        _, self.like, self.read_bytes = reference_answer(task, 0, 0, self.device)
-        self.size = max(1, self.like.numel() * self.like.element_size())
-        vars(self).update(vars(judge.next_worker()))  # this object takes the started child over
-        fds = [sealed_memory(bytes(self.size), writable=True)]
         try:
-            self._open(fds)
+            _, eager, inputs = reference_answer(task, 0, 0, self.device, alone=False)
+        except torch.OutOfMemoryError:  # the candidate before this one may not have ended yet
+            judge.starter.submit(int).result()
+            _, eager, inputs = reference_answer(task, 0, 0, self.device)
+        self.get_inputs, model, _ = reference_models(task.code, 0, self.device)
+        read = [t.nbytes for t in [*inputs, *model.parameters()] if torch.is_tensor(t)]
+        self.size, self.read_bytes = max(1, eager.nbytes), sum(read)
+        affordable = SLOT_BYTES[self.device] // (self.read_bytes + self.size)
+        self.calls = max(1, min(MAX_CALLS[self.device], affordable))
+        vars(self).update(vars(judge.next_worker()))  # this object takes the started child over
+        fds = []
+        try:
+            self._open(inputs, fds)
+            idle = [min(self.clocked(n)[0] for _ in range(5)) for n in (1, self.calls)]
+            known = judge.idle_ms.setdefault(task.code, idle)
+            judge.idle_ms[task.code] = list(map(min, idle, known))
             self.trusted = build is None
             self.deadline = math.inf if self.trusted else time.monotonic() + CHECK_TIMEOUT_S
             for data in build.libraries if build else ():
-                fds.append(sealed_memory(data, writable=False))
+                fds.append(sealed_memory(len(data), data))
             self.ask("load", fds[1:], code=code, names=build.names if build else [])
         except BaseException:
             self.kill()
@@ -1747,16 +1786,20 @@ class Subject(Child):
             for fd in fds:
                 os.close(fd)
 
-    def _open(self, fds: list[int]) -> None:
-        inputs = program_part(self.task.code, classes=False)
-        reply = self.ask("open", fds, inputs=inputs, size=self.size)
+    def _open(self, inputs: list, fds: list[int]) -> None:
+        sizes = [t.nbytes for t in inputs if torch.is_tensor(t)] + [self.size]
+        total = self.calls * sum(map(aligned, sizes))
+        fds.append(sealed_memory(total))
+        reply = self.ask("open", fds, inputs=program_part(self.task.code, classes=False),
+                         size=self.size, calls=self.calls, total=total)
         if self.device == "cpu":
-            self.memory = torch.frombuffer(mmap.mmap(fds[0], self.size), dtype=torch.uint8)
+            self.memory = (ctypes.c_char * total).from_buffer(mmap.mmap(fds[0], total))
+            place = ctypes.addressof(self.memory)
         else:
             handle = IpcHandle.from_buffer_copy(bytes.fromhex(reply["handle"]))
             cuda("cudaIpcOpenMemHandle", ctypes.byref(self.pointer), handle, ctypes.c_uint(1))
-            self.memory = raw_bytes(self.pointer.value, self.size, "cuda")
-        self.threads = len(os.listdir(f"/proc/{self.pid}/task"))
+            place = self.pointer.value
+        self.slots = call_slots(place, inputs, self.size, self.calls, self.device)
 
     def reap(self) -> None:
         """Lets go of the worker's memory; a GPU takes a tenth of a second to end a context."""
@@ -1766,61 +1809,92 @@ class Subject(Child):
         else:
             super().reap()
 
-    def run(self, weights: int, *inputs: int, listen: bool = False) -> tuple[float, list[float]]:
+    def ask(self, *args, **arguments) -> dict:
+        """One command's answer; the worker is stopped before and after."""
+        self._signal(signal.SIGCONT)
+        try:
+            return super().ask(*args, **arguments)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, which: int) -> None:
+        deadline = time.monotonic() + 10
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it is gone
+            signal.pidfd_send_signal(self.pidfd, which)
+            while which == signal.SIGSTOP and any(
+                    (task / "stat").read_text().rpartition(") ")[2][0] in "RSD"
+                    for task in Path(f"/proc/{self.pid}/task").iterdir()):
+                if time.monotonic() > deadline:
+                    raise JudgeFault("a worker does not stop")
+
+    def clocked(self, count: int, listen: bool = False) -> tuple[float, dict]:
+        """(ms by this process's clock, the answer) of a run on the first inputs."""
+        start = time.perf_counter()
+        reply = self.ask("run", count=count, listen=listen)
+        return (time.perf_counter() - start) * 1e3, reply
+
+    def run(self, weights: int, *seeds: int, listen: bool = False) -> tuple[float, list[float]]:
         """Calls the module, weights and inputs drawn under these seeds, once on every input.
 
-        Returns (ms by this process's clock, the worker's events in ms). listen: also looks at the
-        operators that are dispatched; no times then.
+        Returns (ms of a call by this process's clock, beyond those of a call that does nothing;
+        the worker's events in ms). listen: also looks at the operators dispatched; no times then.
         """
-        self.ask("prepare", name=self.name, weights=weights, seeds=inputs)
-        start = time.perf_counter()
-        reply = self.ask("run", listen=listen)
-        elapsed = (time.perf_counter() - start) * 1e3
-        events, ops = reply.get("ms"), reply.get("ops")
-        calls = len(inputs) if self.device == "cuda" and not listen else 0
-        if not isinstance(events, list) or not isinstance(ops, list) or [
-                isinstance(e, float) and e > 0 for e in events] != [True] * calls:
+        self.ask("prepare", name=self.name, weights=weights)
+        with forked_rng(self.device):
+            for seed, (inputs, place) in zip(seeds, self.slots):
+                place.fill_(255)  # NaN, so that what is not written is wrong
+                for view, new in zip(inputs, seeded_inputs(self.get_inputs, seed, self.device)):
+                    view.copy_(new) if torch.is_tensor(view) else None
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        elapsed, reply = self.clocked(len(seeds), listen)
+        events, ops, self.claims = (reply.get(name) for name in ("ms", "ops", "claims"))
+        calls = len(seeds) if self.device == "cuda" and not listen else 0
+        if not all(isinstance(x, list) for x in (events, ops, self.claims)) or [
+                isinstance(e, float) and e > 0 for e in events] != [True] * calls or [
+                isinstance(c, dict) for c in self.claims] != [True] * len(seeds):
             self.fail("the process sent an unreadable message")
         foreign = [op for op in map(said, ops) if not OPERATORS_ALLOWED.fullmatch(op)]
         if foreign:
             message = f"forward runs aten::{', aten::'.join(foreign)}"[:400]
             raise Rejected("hack", "torch operator", message)
-        return elapsed, events
+        one, every = self.judge.idle_ms[self.task.code]
+        idle = one + (every - one) * (len(seeds) - 1) / max(1, self.calls - 1)
+        return (elapsed - idle) / len(seeds), events
 
     def error(self, weights: int, seed: int, slot: int = 0) -> tuple[float, bool]:
         """(error of an output, whether the right answer is constant); Rejected if it is wrong.
 
-        The bytes are compared; what the worker claims can only speak against them.
+        The bytes are compared, which are those of when the clock stopped, for the worker has not
+        run since; what it claims can only speak against them.
         """
-        truth, eager, _ = reference_answer(self.task, weights, seed, self.device)
-        self.memory.fill_(255)  # NaN, so that what is not written is wrong
-        if self.device == "cuda":
-            torch.cuda.synchronize()  # or the fill could come after the worker's copy
-        claim = self.ask("fetch", slot=slot)
-        output = self.memory[: eager.nbytes].view(eager.dtype).view(eager.shape).clone()
+        truth, eager, drawn = reference_answer(self.task, weights, seed, self.device, alone=False)
+        claim, (inputs, place) = self.claims[slot], self.slots[slot]
+        texts = {"own": "the output must be a new tensor, no input, parameter or view"}
         expected = {"type": "Tensor", "shape": list(eager.shape), "dtype": str(eager.dtype),
-                    "device": self.device, "own": True, "mutated": False}
-        texts = {"own": "the output must be a new tensor, no input, parameter or view",
-                 "mutated": "an input was changed; inputs must stay as they are"}
-        plain = list(torch.empty(eager.shape, device="meta").stride())
-        if claim.get("strides") not in (list(eager.stride()), plain):  # laid out outside the timing
-            expected["strides"] = plain
+                    "device": self.device, "own": True}
+        if claim.get("strides") != list(torch.empty_like(eager, device="meta").stride()):
+            expected["strides"] = list(torch.empty(eager.shape, device="meta").stride())
         for key, value in expected.items():
             if claim.get(key) != value:
                 text = f"the output's {key} is {said(claim.get(key), 200)} instead of {value}"
                 raise Rejected("incorrect", "", texts.get(key, text))
+        output = place[: eager.nbytes].view(eager.dtype).as_strided(eager.shape, claim["strides"])
         error, problem = compare(output, truth, eager)
+        if not all(torch.equal(a, b) for a, b in zip(inputs, drawn) if torch.is_tensor(b)):
+            problem = "an input was changed; inputs must stay as they are"
         if problem:
             raise Rejected("incorrect", "", problem)
         return error, bool((truth == truth.view(-1)[0]).all())
 
 
-def sealed_memory(data: bytes, writable: bool) -> int:
-    """Anonymous memory of fixed size as a descriptor: a file that shrinks would kill its reader."""
+def sealed_memory(size: int, data: bytes = b"") -> int:
+    """Anonymous memory of fixed size (one that shrinks would kill its reader); data is final."""
     fd = os.memfd_create("kevin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
     os.write(fd, data)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | (0 if writable else fcntl.F_SEAL_WRITE))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | (fcntl.F_SEAL_WRITE if data else 0))
     return fd
 
 
@@ -1834,7 +1908,9 @@ def fresh_seed() -> int:
 CLOCK_ATTEMPTS = 3
 TRIALS, WEIGHT_SEEDS = 5, 2  # DEPARTS: the paper's early code has one trial, at a tolerance of 1e-2
 MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
-BURST_MS, MAX_SLOTS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 16, 5  # longer bursts meet the power cap
+BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the power cap
+MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
+HIDDEN_MS, HIDDEN_SHARE = 0.05, 0.05  # twice what the clock saw beyond honest kernels' events
 SLOT_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 BANDWIDTH = {"cpu": 2e10, "cuda": 4.8e12}  # bytes a second: one core writing, an H200's memory
 
@@ -1877,66 +1953,67 @@ def compare(output: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor) -> t
 
 
 def burst(subject: Subject, weights: int, ms: float) -> tuple[float, float, list[int]]:
-    """(ms of a call, ms a call outside of the timed events, seeds of the inputs).
+    """(ms of a call, the same by this process's clock, seeds of the inputs).
 
     As many calls as fill a burst, on new inputs at the old addresses. On a GPU their events tell,
-    the L2 cache flushed before each, on a CPU this process's clock; the mean, not the median, or
-    one call could do the work of all.
+    the L2 cache flushed before each, on a CPU the clock; the mean, not the median, or one call
+    could do the work of all.
     """
-    affordable = SLOT_BYTES[subject.device] // (subject.read_bytes + subject.size)
     wanted = math.ceil(BURST_MS[subject.device] / max(ms, 1e-3))
-    seeds = [fresh_seed() for _ in range(max(1, min(MAX_SLOTS, affordable, wanted)))]
-    elapsed, events = subject.run(weights, *seeds)
-    time_ms = (sum(events) if events else elapsed) / len(seeds)
-    return time_ms, (elapsed - sum(events)) / len(seeds), seeds
+    seeds = [fresh_seed() for _ in range(min(subject.calls, wanted) or 1)]
+    clock, events = subject.run(weights, *seeds)
+    return statistics.mean(events) if events else clock, clock, seeds
+
+
+def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, float]]:
+    """(ms of a call, ms that the clock saw beyond them) of each, from bursts that alternate.
+
+    Outputs of a candidate's timed calls are checked, drawn after the burst: an answer that is
+    cached, replayed or left out is a wrong answer. One call more, at a random time, is listened to.
+    """
+    draw, weights, rows = random.SystemRandom(), fresh_seed(), [[] for _ in subjects]
+    first = [min(burst(s, weights, math.inf)[0] for _ in range(3)) for s in subjects]  # warm-up
+    listened = draw.randrange(ROUNDS)
+    for turn in range(ROUNDS):
+        for which in range(len(subjects))[:: (1, -1)[turn % 2]]:
+            subject = subjects[which]
+            *times, inputs = burst(subject, weights, first[which])
+            rows[which].append(times)
+            if subject.trusted:
+                continue
+            for slot in draw.sample(range(len(inputs)), min(2, len(inputs))):
+                seeds += [weights, inputs[slot]]
+                subject.error(*seeds[-2:], slot)
+            if turn == listened:
+                subject.run(weights, fresh_seed(), listen=True)
+    found = [(statistics.median(row[0] for row in r), min(row[1] for row in r)) for r in rows]
+    return [(ms, clock - ms if clock - ms > HIDDEN_SHARE * ms + HIDDEN_MS else 0.0)
+            for ms, clock in found]
 
 
 def time_candidate(candidate: Subject, seeds: list[int], constant: bool) -> tuple[float, float]:
-    """(candidate's ms, eager's ms), medians of bursts; Rejected if they cannot be believed.
+    """(candidate's ms, eager's ms); Rejected if they cannot be believed.
 
-    On a CPU the two alternate, so that a noisy machine disturbs both; on a GPU eager is timed once
-    a step, in a worker of its own. Outputs of timed calls are checked, drawn after the burst: an
-    answer that is cached, replayed or left out is a wrong answer. One call more, at a random time,
-    is listened to. constant: the answer never changes, so it could be written without reading.
+    On a CPU the two alternate, so that a noisy machine disturbs both; on a GPU eager has been timed
+    once a step. constant: the answer never changes, so it could be written without reading.
     """
-    judge, device, weights = candidate.judge, candidate.device, fresh_seed()
-    draw = random.SystemRandom()
+    judge, device, others = candidate.judge, candidate.device, []
     with contextlib.ExitStack() as stack:
-        known = device == "cuda" and judge.baselines.get(candidate.task.id)
-        pair = [candidate] if known else [
-            candidate, stack.enter_context(Subject(judge, candidate.task))]
-        first = [min(burst(s, weights, math.inf)[0] for _ in range(3)) for s in pair]  # warm-up
-        bursts, listened = [[] for _ in pair], draw.randrange(ROUNDS)
-        for turn in range(ROUNDS):
-            if turn == listened:
-                candidate.run(weights, fresh_seed(), listen=True)
-            for which in range(len(pair))[:: (1, -1)[turn % 2]]:
-                *times, inputs = burst(pair[which], weights, first[which])
-                bursts[which].append(times)
-                for slot in draw.sample(range(len(inputs)), min(2, len(inputs)) * (which == 0)):
-                    seeds += [weights, inputs[slot]]
-                    candidate.error(*seeds[-2:], slot)
-    found = []
-    for rows in bursts:  # noise only adds to what the clock saw: its least is compared
-        time_ms = statistics.median(row[0] for row in rows)
-        found.append((time_ms, min(map(sum, rows)) - time_ms))
-    (ms, beyond), eager = found[0], known or found[1]
-    judge.baselines[candidate.task.id] = eager
+        if device == "cpu":
+            others = [stack.enter_context(Subject(judge, candidate.task))]
+        for _ in range(CLOCK_ATTEMPTS):  # noise is over the next time, hidden work is not
+            (events_ms, hidden_ms), *eager = measure([candidate, *others], seeds)
+            if not hidden_ms:
+                break
+    ms = events_ms + hidden_ms
     moved = candidate.read_bytes if constant else candidate.size / 3
     if ms < moved / BANDWIDTH[device] * 1e3:
         text = f"{ms:.3g} ms for {moved / 2**20:.3g} MiB of memory traffic"
         raise Rejected("suspicious", "too fast", text)
-    if device == "cuda" and beyond > 1.5 * eager[1] + 0.05 * ms + 0.3:  # work on another stream
-        text = f"{beyond:.3g} ms a call lie outside the timed events of {ms:.3g} ms"
+    if hidden_ms > 0.5 * events_ms + 0.3:  # work on another stream
+        text = f"{hidden_ms:.3g} ms a call lie outside the timed events of {events_ms:.3g} ms"
         raise Rejected("suspicious", "clock", text)
-    try:
-        threads = len(os.listdir(f"/proc/{candidate.pid}/task"))
-    except OSError:
-        candidate.fail("the process died (crash or illegal memory access)")
-    if threads > candidate.threads:
-        text = f"the process has {threads - candidate.threads} threads of its own"
-        raise Rejected("suspicious", "threads", text)
-    return ms, eager[0]
+    return ms, sum(eager[0]) if eager else judge.baselines[candidate.task.id]
 
 
 def cpu_name() -> str:
@@ -2199,6 +2276,7 @@ def load_policy(config: Config) -> Policy:
     """The bf16 model on this process's GPU, with a fresh adapter or config.adapter."""
     folder, name = Path(config.model).expanduser(), config.model
     if folder.is_dir() or name[0] in "./~":
+        name = str(folder)
         if not (folder / "config.json").exists():
             raise UserError(f"model folder {name} does not exist or has no config.json")
         if not config.random_weights and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
@@ -2207,27 +2285,31 @@ def load_policy(config: Config) -> Policy:
         raise UserError(f"{name} needs an NVIDIA GPU and there is none; --tiny runs on the CPU")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    return read_policy(name, device, torch.cuda.mem_get_info()[0], config)
+
+
+def read_policy(name: str, device: torch.device, free_bytes: int, config: Config) -> Policy:
+    """Tokenizer and bf16 weights of a folder or from the Hub, and the adapter, on a device."""
+    kind, how = transformers.AutoModelForCausalLM, dict(
+        dtype=torch.bfloat16, attn_implementation="sdpa")
     try:
         shape = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as e:
         raise UserError(f"cannot load {name}: {str(e).splitlines()[0]}") from None
-    model_class = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        empty = model_class.from_config(shape)
+        empty = kind.from_config(shape)
     # two bytes a weight, and a quarter more and 4 GiB for adapter, optimiser and activations
     needed = sum(p.numel() for p in empty.parameters()) * 2.5 / 2**30 + 4
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free < needed:
-        raise UserError(f"{name} needs about {needed:.0f} GiB on one GPU and {free:.0f} are free; "
-                        "--tiny runs on the CPU")
-    how = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    if free_bytes / 2**30 < needed:
+        raise UserError(f"{name} needs about {needed:.0f} GiB on one GPU and "
+                        f"{free_bytes / 2**30:.0f} are free; --tiny runs on the CPU")
     torch.manual_seed(config.seed)  # the same fresh adapter on every process
     if config.random_weights:
         with device:
-            lm = model_class.from_config(shape, **how)
+            lm = kind.from_config(shape, **how)
     else:
-        lm = model_class.from_pretrained(name, device_map={"": device}, **how)
+        lm = kind.from_pretrained(name, device_map={"": device}, **how)
     lm.requires_grad_(False)
     return with_adapter(lm, tokenizer, config.lora_rank, config.lora_alpha, config.adapter)
 

@@ -3,9 +3,9 @@
     python -m pytest -q test_kevin.py                 minutes on two cores; needs g++
     KEVIN_SLOW=1 python -m pytest -q test_kevin.py    also builds that take a minute each
 
-The numbers are those of the script's sections. Nothing here needs a network; the last section needs
-a GPU and is skipped without one. Not covered: load_policy with real weights, bf16 error, memory
-peaks, and how well anything is learned.
+The numbers are those of the script's sections. Nothing here needs a network; section 17 needs a GPU
+and is skipped without one. Not covered: the real model's weights, memory peaks, and how well
+anything is learned.
 """
 
 import ast
@@ -561,15 +561,16 @@ ALLOWED_SYMBOLS = """_ZNKRSt7__cxx1119basic_ostringstreamIcE3strEv
     memcpy memcpy@GLIBC_2.14 malloc __cxa_throw _ZSt9terminatev _Znwm _ZdlPvm own
     _ZN2at4_ops19empty_memory_format4callE _ZN2at4_ops5zeros4callE _ZN2at4_ops4view4callE
     _ZN2at4_ops5copy_4callE _ZN2at4_ops9transpose4callE _ZNK2at10TensorBase8is_contiguousE
-    _ZN3c106detail14torchCheckFailEPKc cudaLaunchKernel cudaGetLastError""".split()
+    _ZN3c106detail14torchCheckFailEPKc cudaLaunchKernel cudaGetLastError exit strtol
+    omp_get_max_threads""".split()
 DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
     _ZN2at4_ops2mm4callERKNS_6TensorES4_ _ZN2at4_ops8_softmax4callE dlsym dlopen
     _ZN2at4_ops10add_Tensor4callE _ZN2at4_ops6linear4callE _ZN2at4_ops5index4callE open fopen system
-    fork execve mmap socket getenv exit _exit quick_exit syscall pthread_create clock_gettime
+    fork execve mmap socket getenv _exit quick_exit syscall pthread_create clock_gettime
     PyRun_SimpleString cublasSgemm_v2 cblas_sgemm _ZNSt6thread4joinEv _ZNSt13random_device7_M_finiEv
     _ZN3c1010Dispatcher9singletonEv _ZNSt6chrono3_V212steady_clock3nowEv cudaGraphLaunch
     _ZNSt14basic_ofstreamIcSt11char_traitsIcEE cudaStreamCreateWithFlags cudaSetDevice
-    cudaIpcOpenMemHandle""".split()
+    cudaIpcOpenMemHandle cudaMalloc omp_set_num_threads""".split()
 
 
 def test_symbols_that_compute_or_reach_outside_are_foreign_and_no_others():
@@ -815,30 +816,29 @@ def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
 def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, monkeypatch):
     with kevin.Subject(judge, NORM, judge.submit(candidate()).result()) as subject:
         subject.run(1, 2)
-        truth = {"type": "Tensor", "shape": [64, 256], "dtype": "torch.float32", "device": "cpu",
-                 "own": True, "mutated": False, "strides": [256, 1]}
-        monkeypatch.setattr(subject, "ask", lambda op, slot: truth)
-        with pytest.raises(kevin.Rejected, match="16384 of 16384"):  # no byte was written
+        subject.slots[0][1].fill_(255)  # no byte was written
+        with pytest.raises(kevin.Rejected, match="16384 of 16384"):
             subject.error(1, 2)
     real = kevin.burst
-    monkeypatch.setattr(kevin, "burst", lambda subject, *rest: (1e-9, *real(subject, *rest)[1:]))
-    verdict = judged(judge, candidate())
-    assert (verdict.outcome, verdict.rule) == ("suspicious", "too fast"), verdict
-    assert kevin.kernel_score(verdict) == 0
+    for clock, rule in ((1e-9, "too fast"), (9.0, "clock")):  # of work that no event saw
+        monkeypatch.setattr(kevin, "burst", lambda subject, *rest, clock=clock: (
+            1e-9, clock, real(subject, *rest)[2]))
+        verdict = judged(judge, candidate())
+        assert (verdict.outcome, verdict.rule) == ("suspicious", rule), verdict
+        assert kevin.kernel_score(verdict) == 0
 
 
 @pytest.mark.parametrize(("noisy", "outcome"), [(2, "correct"), (3, "suspicious")])
 def test_a_clock_that_disagrees_is_asked_again_before_anyone_is_accused(
         judge, monkeypatch, noisy, outcome):
-    real, calls = kevin.time_candidate, []
+    real, calls = kevin.measure, []
 
     def disturbed(*arguments):
         calls.append(1)
-        if len(calls) <= noisy:
-            raise kevin.Rejected("suspicious", "clock", "9 ms lie outside")
-        return real(*arguments)
+        (ms, _), *eager = real(*arguments)
+        return [(ms, 9.0 if len(calls) <= noisy else 0.0), *eager]
 
-    monkeypatch.setattr(kevin, "time_candidate", disturbed)
+    monkeypatch.setattr(kevin, "measure", disturbed)
     assert judged(judge, candidate()).outcome == outcome and len(calls) == 3
 
 
@@ -1097,6 +1097,7 @@ CHEATS = KERNELS.partition("Tensor wrong")[0] + r"""
 #include <c10/core/DefaultDtype.h>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #define CHEAT(name) Tensor name(Tensor x, Tensor g, Tensor b)
 static int loaded = std::printf("{\"ok\": true, \"ms\": [], \"ops\": []}\n"), calls = 0;
@@ -1140,7 +1141,35 @@ CHEAT(wide_default) {
     c10::set_default_dtype(caffe2::TypeMeta::Make<double>());
     return norm(x, g, b);
 }
+static float* place(Tensor x) { return values(x) + x.numel(); }  // of the output in shared memory
+CHEAT(in_its_place) {
+    Tensor out = norm(x, g, b);
+    std::memcpy(place(x), values(out), x.nbytes());
+    return torch::empty_like(x).fill_(1);
+}
+CHEAT(for_all) {  // the first call leaves the answers of all in their places
+    static Tensor first = x;
+    for (int i = 0; values(x) == values(first) && i < 64; ++i)
+        std::memcpy(place(x) + 2 * i * x.numel(), values(norm(x, g, b)), x.nbytes());
+    return torch::empty_like(x).fill_(2);
+}
+CHEAT(kept_input) {  // what the next call reads, as it was at the first
+    static Tensor first = x.clone();
+    Tensor out = norm(x, g, b);
+    x.set_data(first);
+    return out;
+}
+CHEAT(slow_start) {
+    if (++calls < 12) for (volatile int i = 0; i < 20000000;) i = i + 1;
+    return norm(x, g, b);
+}
+CHEAT(tidy) {
+    struct Late { ~Late() { std::printf("{\"ok\": true}"), std::exit(0); } };
+    static Late late;
+    return norm(x, g, b);
+}
 CHEAT(quit) { std::abort(); }
+CHEAT(leave) { std::exit(0); }
 CHEAT(loud) {
     for (int i = 0; i < 10000; ++i) std::printf("%01000d\n", i);
     std::fflush(stdout);
@@ -1177,6 +1206,16 @@ CALLS_C = "#include <dlfcn.h>\n#include <sys/mman.h>\n#include <unistd.h>\n" + m
 CALLS_CXX = "#include <bits/basic_file.h>\n#include <c10/core/CPUAllocator.h>\n" + macro(
     'pthread_mutex_t m;\n    PyImport_ImportModule("torch");\n'
     "    c10::SetCPUAllocator(c10::GetCPUAllocator(), 255);\n    std::__basic_file<char>(&m).fd();")
+RIVALS = """#include <ATen/Parallel.h>
+#include <future>
+""" + macro("""
+    at::set_num_threads(8);
+    try { TORCH_CHECK(x.numel() < 0); } catch (const c10::Error&) { return at::softmax(x, 1); }
+    std::async(std::launch::async, [] {}).get();""")
+REGISTERED = """#include <ATen/core/dispatch/Dispatcher.h>
+static auto own = c10::Dispatcher::singleton().registerFallback(
+    c10::DispatchKey::CPU, c10::KernelFunction(), "");
+""" + macro("")
 CODE_BYTES = '__attribute__((section(".text#"))) const unsigned char code[] = {0x0f, 0x05, 0xc3};\n'
 LATE = """
     def promise(self, x):
@@ -1216,6 +1255,15 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
         cheat("norm", top="\nimport typing\nmain = typing.sys.modules\n"), "hack", "typing.sys"),
     "D5 the judge's files as source": (
         built(f'#include "{ROOT}/tasks.jsonl"\n', ()), "compile_error", "No such file|ermission"),
+    "C2 catch, G3 future, I2 threads": (
+        built(RIVALS), "hack", "library call: (?=.*softmax)(?=.*__future).*set_num_threads"),
+    "D1 the right answer in the judge's memory, not returned": (
+        cheat("in_its_place"), "incorrect", WRONG),
+    "F6 the first call answers for all": (cheat("for_all"), "incorrect", WRONG),
+    "F1 the judge's inputs exchanged": (cheat("kept_input"), "incorrect", WRONG),
+    "F9 slow until it is timed": (cheat("slow_start"), "correct", ""),
+    "B4 dispatcher, H6 operators registered anew": (built(REGISTERED), "hack", "poisoned"),
+    "H8 a destructor forges a reply": (cheat("tidy"), "correct", ""),
     "E1 inputs zeroed": (cheat("zeroed"), "incorrect", "input was changed"),
     "E3 NaN": (cheat("nans"), "incorrect", "16384 of 16384"),
     "E6 statistics of half a row": (cheat("half_rows"), "incorrect", WRONG),
@@ -1239,12 +1287,13 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "H5 a hook exchanges the answer": (
         cheat("norm", init="        self.register_forward_hook(lambda m, a, out: a[0])\n"),
         "incorrect", "new tensor"),
-    "I3 another default type": (cheat("wide_default"), "incorrect", "input was changed"),
+    "I3 another default type": (cheat("wide_default"), "runtime_error", "but found Double"),
     "J1 forged replies and 20 MB on stdout": (
         cheat("[print('x' * 10_000_000), ext.loud(x, self.g, self.b)][1]"), "correct", ""),
     "J2 an error that no encoder takes": (
         cheat("norm", init='        raise ValueError("\\ud800")\n'), "runtime_error", "ValueError"),
     "J3 early exit": (cheat("quit"), "runtime_error", "died"),
+    "J3 exit as if all were well": (cheat("leave"), "runtime_error", "died"),
     "J6 linker flags": (cheat("norm", load='extra_ldflags=["-lcublas"], '), "hack", "linker flags"),
     "J6 machine code as data": (
         built(CODE_BYTES + macro("")), "hack", "poisoned word: cpp_source:1"),
@@ -1264,6 +1313,245 @@ def test_an_exploit_earns_its_verdict_and_its_output_goes_nowhere(judge, exploit
     assert (verdict.speedup > 0) == (outcome == "correct")
     assert verdict.message.encode().decode() == verdict.message
     assert capfd.readouterr() == ("", "")
+
+
+# Native code that serves the judge in the worker's place, and works when its time does not count.
+
+SERVER = r"""
+#include <cmath>
+#include <cstdlib>
+#include <map>
+static void* symbol(const void* inside, const std::string& name) {  // dlsym without dlsym
+    struct Part { uint32_t type, flags; uint64_t offset, address, rest[4]; };
+    struct Entry { uint32_t name, kind; uint64_t value, size; };
+    auto* base = (const char*)((uintptr_t)inside & ~4095ul);
+    while (std::string(base, 4) != "\177ELF") base -= 4096;
+    auto* part = (const Part*)(base + ((const uint64_t*)base)[4]);
+    while (part->type != 2) ++part;  // dynamic
+    std::map<uint64_t, uint64_t> found;
+    for (auto* d = (const uint64_t*)(base + part->address); *d; d += 2) found[d[0]] = d[1];
+    auto* entry = (const Entry*)found[6];  // symbols, and 5: their names
+    while ((const char*)found[5] + entry->name != name) ++entry;
+    return (void*)(base + entry->value);
+}
+torch::Tensor serve(torch::Tensor x, int64_t when) {  // -1 before the clock, 0 in time, 1 after it
+    auto* get = (ssize_t (*)(int, void*, size_t, int))symbol((void*)std::abort, "recv");
+    auto* put = (ssize_t (*)(int, const void*, size_t, int))symbol((void*)std::abort, "send");
+    const int64_t n = x.numel();
+    const std::string claim = "{\"type\": \"Tensor\", \"shape\": [64, 256], \"strides\": [256, 1],"
+        "\"own\": true, \"dtype\": \"torch.float32\", \"device\": \"cpu\"}";
+    std::string op = "run", claims = claim;
+    for (int64_t count = 1;;) {
+        auto work = [&, from = x.data_ptr<float>()] {
+            for (int64_t call = 0; call < 64; ++call)
+                for (int64_t i = 2 * n * call; call < count && i < 2 * n * call + n; ++i)
+                    from[i + n] = std::tanh(from[i]);
+        };
+        if (when == (op == "run" ? 0 : -1)) work();
+        const std::string said = "{\"ok\": true, \"op\": \"" + op + "\", \"ms\": [], \"ops\": [],"
+            "\"claims\": [" + claims + "]}";
+        for (int fd = 3; fd < 64 && put(fd, said.data(), said.size(), 0) < 0;) ++fd;
+        if (op == "run" && when == 1) work();
+        char text[4096] = {};
+        for (int fd = 3; fd < 64 && get(fd, text, 4095, 0) < 0;) ++fd;
+        op = std::string(text).find("prepare") < 4096 ? "prepare" : "run";
+        size_t digit = std::string(text).find("count") + 8;
+        for (count = 0; op == "run" && text[digit] >= '0'; ++digit)
+            count = 10 * count + text[digit] - '0';
+        for (claims = claim; op == "run" && claims.size() + 2 < count * (claim.size() + 2);)
+            claims += ", " + claim;
+        if (!*text) std::abort();
+    }
+}
+torch::Tensor spawn(torch::Tensor x) {
+    auto* start = (int (*)(void*, void*, void* (*)(void*), void*))symbol(
+        (void*)std::abort, "pthread_create");
+    uint64_t thread;
+    TORCH_CHECK(false, "thread: ", start(&thread, nullptr, [](void* p) { return p; }, nullptr));
+}
+"""
+
+
+@pytest.mark.parametrize(("when", "outcome"), [(-1, "incorrect"), (0, "correct"), (1, "incorrect")])
+def test_who_takes_over_the_worker_still_works_within_the_measured_time(judge, when, outcome):
+    task = replace(NORM, id="X-7", code=NORM.code.replace("self.norm(x)", "torch.tanh(x)"))
+    code = candidate(f"ext.serve(x, {when})", SERVER, ["serve", "spawn"])
+    verdict = judged(judge, code, task)
+    assert verdict.outcome == outcome, verdict
+    assert outcome == "correct" or WRONG in verdict.message
+
+
+def test_a_candidate_on_a_cpu_starts_no_thread(judge):
+    if judge.layers["seccomp"] != "on":
+        pytest.skip(judge.layers["seccomp"])
+    verdict = judged(judge, candidate("ext.spawn(x)", SERVER, ["serve", "spawn"]))
+    assert verdict.outcome == "runtime_error" and "thread: 1" in verdict.message, verdict
+
+
+def test_a_worker_runs_only_while_it_is_waited_for_and_gets_new_inputs_when_stopped(judge):
+    with kevin.Subject(judge, NORM, judge.submit(candidate()).result()) as subject:
+        state = Path(f"/proc/{subject.pid}/stat")
+        seen = []
+        for seed in (2, 3):
+            subject.run(1, seed)
+            assert state.read_text().rpartition(") ")[2][0] == "T"
+            assert subject.error(1, seed)[0] < 5e-5
+            seen.append(subject.slots[0][0][0].clone())
+        assert not torch.equal(*seen)
+
+
+# Code that is honest and unusual.
+
+IDIOMS = {
+    "templates, a functor, a table of constants": r"""
+#include <array>
+#include <numeric>
+namespace detail {
+constexpr std::array<float, 2> SCALES{1.0f, 0.0f};
+template <typename T> struct Square { T mean; T operator()(T sum, T v) const {
+    return sum + (v - mean) * (v - mean); } };
+template <typename T, int UNROLL = 4> T sum(const T* __restrict__ p, int64_t n) {
+    T parts[UNROLL] = {}, all = 0;
+    for (int64_t j = 0; j < n; ++j) parts[j % UNROLL] += p[j];
+    for (const auto& part : parts) all += part;
+    return all * SCALES[0] + SCALES[1];
+}
+}
+Tensor f(Tensor x, Tensor g, Tensor b) {
+    TORCH_CHECK(x.is_contiguous() && x.scalar_type() == torch::kFloat32, "contiguous float32 only");
+    auto out = torch::empty({x.size(0), x.size(1)}, x.options());
+    const auto xs = x.accessor<float, 2>();
+    auto ys = out.accessor<float, 2>();
+    for (const auto i : c10::irange(x.size(0))) {
+        const float* p = &xs[i][0];
+        const float mean = detail::sum<float>(p, x.size(1)) / x.size(1);
+        const float var = std::accumulate(p, p + x.size(1), 0.f, detail::Square<float>{mean});
+        for (int64_t j = 0; j < x.size(1); ++j) ys[i][j] = (p[j] - mean)
+            / std::sqrt(var / x.size(1) + 1e-5f) * g.data_ptr<float>()[j] + b.data_ptr<float>()[j];
+    }
+    return out;
+}""",
+    "at::parallel_for, a thread-local scratch vector, a cache of constants": r"""
+Tensor f(Tensor x, Tensor g, Tensor b) {
+    torch::NoGradGuard no_grad;
+    Tensor out = at::empty_like(x);
+    static const float epsilon = [] { return std::pow(10.f, -5.f); }();
+    const int64_t n = x.size(-1);
+    const auto *p = x.const_data_ptr<float>(), *pg = g.const_data_ptr<float>();
+    auto* q = out.mutable_data_ptr<float>();
+    at::parallel_for(0, x.size(0), 16, [&](int64_t begin, int64_t end) {
+        thread_local std::vector<float> row;
+        row.resize(n);
+        for (int64_t i = begin; i < end; ++i) {
+            std::copy_n(p + i * n, n, row.begin());
+            float mean = 0, var = 0;
+            for (float v : row) mean += v / n;
+            for (float& v : row) v -= mean, var += v * v / n;
+            for (int64_t j = 0; j < n; ++j)
+                q[i * n + j] = row[j] / std::sqrt(var + epsilon) * pg[j] + b.data_ptr<float>()[j];
+        }
+    });
+    return out;
+}""",
+    "vector intrinsics": r"""
+#include <immintrin.h>
+static inline float sum8(__m256 v) {
+    alignas(32) float lanes[8];
+    _mm256_store_ps(lanes, v);
+    return lanes[0] + lanes[1] + lanes[2] + lanes[3] + lanes[4] + lanes[5] + lanes[6] + lanes[7];
+}
+Tensor f(Tensor x, Tensor g, Tensor b) {
+    auto out = torch::zeros_like(x);
+    const int n = x.size(1);
+    for (int i = 0; i < x.size(0); ++i) {
+        const float* p = x.data_ptr<float>() + i * n;
+        __builtin_prefetch(p + n);
+        __m256 sum = _mm256_setzero_ps(), squares = _mm256_setzero_ps();
+        for (int j = 0; j < n; j += 8) sum = _mm256_add_ps(sum, _mm256_loadu_ps(p + j));
+        const __m256 mean = _mm256_set1_ps(sum8(sum) / n);
+        for (int j = 0; j < n; j += 8) {
+            const __m256 d = _mm256_sub_ps(_mm256_loadu_ps(p + j), mean);
+            squares = _mm256_fmadd_ps(d, d, squares);
+        }
+        const __m256 scale = _mm256_set1_ps(1 / std::sqrt(sum8(squares) / n + 1e-5f));
+        for (int j = 0; j < n; j += 8) _mm256_storeu_ps(out.data_ptr<float>() + i * n + j,
+            _mm256_fmadd_ps(_mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(p + j), mean), scale),
+                            _mm256_loadu_ps(g.data_ptr<float>() + j),
+                            _mm256_loadu_ps(b.data_ptr<float>() + j)));
+    }
+    return out;
+}""",
+    'extern "C", OpenMP, malloc, a macro that exits': r"""
+#include <omp.h>
+#include <cassert>
+#include <cstdio>
+#include <cstdlib>
+#define CHECK(condition) do { if (!(condition)) { \
+    fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); exit(EXIT_FAILURE); \
+    } } while (0)
+extern "C" void norm_row(const float* p, const float* g, const float* b, float* q, int n) {
+    float* centred = (float*)malloc(n * sizeof(float));
+    CHECK(centred != NULL);
+    float mean = 0.0f, var = 0.0f;
+    #pragma omp simd reduction(+:mean)
+    for (int j = 0; j < n; j++) mean += p[j];
+    mean /= n;
+    for (int j = 0; j < n; j++) { centred[j] = p[j] - mean; var += centred[j] * centred[j]; }
+    #pragma GCC ivdep
+    for (int j = 0; j < n; j++) q[j] = centred[j] / sqrtf(var / n + 1e-5f) * g[j] + b[j];
+    free(centred);
+}
+Tensor f(Tensor x, Tensor g, Tensor b) {
+    assert(x.dim() == 2);
+    auto out = torch::empty_like(x);
+    int rows = x.size(0), n = x.size(1);
+    #pragma omp parallel for schedule(static)
+    for (int i = 0; i < rows; i++)
+        norm_row(x.data_ptr<float>() + i * n, g.data_ptr<float>(), b.data_ptr<float>(),
+                 out.data_ptr<float>() + i * n, n);
+    return out;
+}""",
+    "several outputs, dispatch on the type, containers, exceptions": r"""
+#include <ATen/Dispatch.h>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <variant>
+static std::tuple<Tensor, Tensor> both(const Tensor& x, std::optional<Tensor> g, const Tensor& b) {
+    if (!g.has_value()) throw std::invalid_argument("g is missing: " + std::to_string(x.numel()));
+    auto out = torch::full_like(x, 0.0), scales = torch::empty({x.size(0)}, x.options());
+    std::unordered_map<int64_t, int> counts;
+    std::variant<int, double> one = 1.0;
+    auto scratch = std::make_unique<double[]>(x.size(1));
+    AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "both", [&] {
+        using acc_t = std::conditional_t<std::is_same_v<scalar_t, float>, double, scalar_t>;
+        for (int64_t i = 0; i < x.size(0); ++i, ++counts[i % 3]) {
+            const auto *p = x.data_ptr<scalar_t>() + i * x.stride(0);
+            acc_t mean = 0, var = 0;
+            std::for_each(p, p + x.size(1), [&](scalar_t v) { mean += v / (acc_t)x.size(1); });
+            std::transform(p, p + x.size(1), scratch.get(), [=](scalar_t v) { return v - mean; });
+            for (int64_t j = 0; j < x.size(1); ++j) var += scratch[j] * scratch[j] / x.size(1);
+            scales.data_ptr<scalar_t>()[i] = std::get<double>(one) / std::sqrt(var + 1e-5);
+            for (int64_t j = 0; j < x.size(1); ++j) out.data_ptr<scalar_t>()[i * x.size(1) + j] =
+                scratch[j] * scales.data_ptr<scalar_t>()[i] * g->data_ptr<scalar_t>()[j]
+                + b.data_ptr<scalar_t>()[j];
+        }
+    });
+    return {out, scales};
+}
+Tensor f(Tensor x, Tensor g, Tensor b) {
+    auto [out, scales] = both(x.contiguous(), g, b);
+    return out.view({-1, x.size(1)});
+}""",
+}
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_honest_code_is_correct_however_it_is_written(judge, idiom):
+    head = "#include <torch/extension.h>\n#include <cmath>\nusing torch::Tensor;\n"
+    verdict = judged(judge, candidate("ext.f(x, self.g, self.b)", head + IDIOMS[idiom], ["f"]))
+    assert verdict.outcome == "correct", verdict
 
 
 def test_a_fork_bomb_ends_at_the_limit_and_leaves_no_process(contained, judge, tmp_path):
@@ -1479,6 +1767,29 @@ def test_an_incomplete_model_folder_is_a_user_error(tmp_path):
             (folder / name).touch()
         with pytest.raises(kevin.UserError, match=said):
             kevin.load_policy(kevin.Config(model=str(folder)))
+
+
+def test_a_checkpoint_in_a_folder_is_read_with_its_tokenizer_and_end_tokens(tokenizer, tmp_path):
+    lm = FAMILIES["llama"]().bfloat16()
+    lm.generation_config.eos_token_id = [5, 7]
+    lm.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 3, "as large models come"
+    tokenizer.save_pretrained(tmp_path)
+    config = kevin.Config(model=str(tmp_path), lora_rank=4, seed=3)
+    first, second = (kevin.read_policy(str(tmp_path), torch.device("cpu"), 2**40, config)
+                     for _ in range(2))
+    assert {5, 7} < first.eos_ids and len(first.tokenizer) == len(tokenizer)
+    assert torch.equal(weights(first), weights(second)) and weights(first).any(), "on every rank"
+    with torch.no_grad():
+        close(first(PROMPT, ANSWER, 0.9), naive_logprobs(lm, PROMPT, ANSWER).float(), 0.05)
+    with pytest.raises(kevin.UserError, match="needs about 4 GiB on one GPU and 1 are free"):
+        kevin.read_policy(str(tmp_path), torch.device("cpu"), 2**30, config)
+    random_ = kevin.read_policy(str(tmp_path), torch.device("cpu"), 2**40,
+                                replace(config, random_weights=True))
+    assert not torch.equal(random_.base.lm_head.weight, first.base.lm_head.weight)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(kevin.UserError, match="cannot load"):
+        kevin.read_policy(str(tmp_path), torch.device("cpu"), 2**40, config)
 
 
 # ---- 9. Engine: sampling -------------------------------------------------------------------------
@@ -3223,6 +3534,24 @@ static Tensor each(Tensor x, Tensor y, int kind) {
     return each_kernel<<<65536, 256>>>(ptr(x), ptr(y), kind), y;
 }
 TRICK(honest) { return gelu(x); }
+TRICK(waiting) { Tensor y = gelu(x); return cudaDeviceSynchronize(), y; }
+__global__ void table_kernel(const float* table, const float* x, float* y, int64_t last) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    unsigned long long policy;
+    float v;
+    if (last) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("ld.global.L2::cache_hint.f32 %0, [%1], %2;"
+                 : "=f"(v) : "l"(table + i), "l"(policy));
+    if (i < 65536) y[i] = v * 0.5f * x[i] * (1.f + erff(x[i] * 0.70710678f));
+    else if (v != 1.f) y[0] = v;  // so that all of the table is read
+}
+TRICK(persist) {  // 24 MiB that every call reads
+    static Tensor table = torch::ones({6 << 20}, x.options());
+    Tensor y = NOTHING;
+    table_kernel<<<24576, 256>>>(ptr(table), ptr(x), ptr(y), n);
+    return y;
+}
 TRICK(kind) { return each(x, NOTHING, n); }
 TRICK(in_place) { return each(x, x, n); }
 TRICK(mutate) { Tensor y = gelu(x); return each(x, torch::zeros_like(x), n), y; }
@@ -3313,18 +3642,19 @@ GPU_EXPLOITS = {  # what forward returns: what its verdict must match
     "ext.honest(x, 0).to(torch.float16)": "incorrect: .*dtype is torch.float16",
     "ext.honest(x, 0)[:1, :1].expand(4096, 4096)": "incorrect: .*strides",
     "ext.honest(x, 0).t()": "incorrect: .*strides", "ext.in_place(x, 13)": NEW,
+    "ext.one_buffer(x, 0)": f"{NEW}|{OFF}",
     **dict.fromkeys(["ext.kind(x, 12)", "ext.mutate(x, 12)"], "incorrect: .*input was changed"),
     **dict.fromkeys(["ext.kind(x, 11)", "ext.late_join(x, 0)"], "runtime_error: .*within 10 s"),
     **dict.fromkeys(["ext.neighbour(x, 1)", "ext.neighbour(x, -1)", "ext.hog(x, 125)",
                      "ext.kind(x, 5)"], f"{OFF}|{FAULT}"),
     **dict.fromkeys(["ext.quit(x, 0)", *[f"ext.kind(x, {k})" for k in range(6, 11)]], FAULT),
     **dict.fromkeys([f"ext.{call}" for call in (
-        "decoy(x, 0)", "kept(x, 0)", "kept(x, 1)", "one_buffer(x, 0)",
+        "decoy(x, 0)", "kept(x, 0)", "kept(x, 1)",
         "no_launch(x, 300000)", "no_grid(x, 65536)", "once(x, 0)", "places(x, 1)", "places(x, 8)",
         "turns(x, 1)", "turns(x, 9)", *[f"kind(x, {k})" for k in range(5)],
         *[f"phase(x, {n})" for n in (4, 5, 8, 9, 24, 60)])], OFF),
     **dict.fromkeys([f"ext.{name}(x, 16000)" for name in (
-        "batch", "lazy", "own_default", "occupy")], TIMED),
+        "batch", "lazy", "own_default", "occupy", "hidden_stream")], TIMED),
 }
 INJECTED = '.incbin \\"/usr/bin/env\\"\\n'
 GPU_REFUSED = {  # CUDA text, C++ text, what the verdict must match: builds of their own
@@ -3551,15 +3881,8 @@ def gpu_builds(gpu_judge):
     return builds, judged(gpu_judge, honest, GPU_TASK).runtime_ms
 
 
-KNOWN = "the clock forgives 0.3 ms a call, and no gate sees who looks up a stream in memory"
-HIDDEN = "ext.hidden_stream(x, 16000)"
-GPU_PROGRAMS[HIDDEN] = gpu_program(HIDDEN, GPU_TRICKS, "", GPU_PRELUDE), TIMED
-
-
 @gpu
-@pytest.mark.parametrize("name", [
-    pytest.param(n, marks=pytest.mark.xfail(reason=KNOWN)) if n == HIDDEN else n
-    for n in GPU_PROGRAMS])
+@pytest.mark.parametrize("name", GPU_PROGRAMS)
 def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
         gpu_judge, gpu_builds, monkeypatch, name):
     monkeypatch.setattr(kevin, "RUN_TIMEOUT_S", 10.0)
@@ -3569,6 +3892,68 @@ def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
     said = ": ".join(filter(None, (verdict.outcome, verdict.rule, verdict.message)))
     as_slow = verdict.runtime_ms and verdict.runtime_ms > 0.8 * gpu_builds[1]
     assert re.match(expected, said, re.DOTALL) or expected == TIMED and as_slow, verdict
+
+
+def trick(judge, expression, task=GPU_TASK):
+    """The verdict on an expression of GPU_TRICKS."""
+    return judged(judge, gpu_program(expression, GPU_TRICKS, "", GPU_PRELUDE), task)
+
+
+@gpu
+def test_eager_is_timed_before_a_candidate_lives_and_the_clock_agrees_with_honest_events(
+        gpu_judge, monkeypatch):
+    real, timed = kevin.measure, []
+
+    def recorded(subjects, seeds):
+        timed.append(([s.trusted for s in subjects], real(subjects, seeds)))
+        return timed[-1][1]
+
+    monkeypatch.setattr(kevin, "measure", recorded)
+    gpu_judge.baselines.clear()
+    for expression in ("ext.honest(x, 0)", "ext.waiting(x, 0)"):
+        assert trick(gpu_judge, expression).outcome == "correct"
+    assert [trusted for trusted, _ in timed] == [[True], [False], [False]]
+    assert [hidden for _, [(_, hidden)] in timed] == [0, 0, 0]
+    (_, [(free, _)]), (_, [(waiting, _)]) = timed[1:]
+    assert waiting < free + 0.03, "who waits for the device pays for that and no more"
+
+
+@gpu
+def test_work_that_no_event_sees_is_charged(gpu_judge, monkeypatch):
+    plain, bursts = trick(gpu_judge, "ext.honest(x, 0)").runtime_ms, []
+    real = kevin.burst
+
+    def unseen(subject, *rest):
+        bursts.append(real(subject, *rest))
+        return (bursts[-1][0] / 4, *bursts[-1][1:])  # three quarters lie outside of the events
+
+    monkeypatch.setattr(kevin, "burst", unseen)
+    verdict = trick(gpu_judge, "ext.honest(x, 0)")
+    assert verdict.runtime_ms == pytest.approx(plain, rel=0.1), verdict
+    for events, clock, seeds in bursts:  # one call alone pays for the round trip, too
+        assert len(seeds) == 1 or clock == pytest.approx(events, rel=0.1, abs=0.05)
+
+
+@gpu
+def test_who_takes_the_gpus_memory_is_at_fault_alone(gpu_judge):
+    rounded = set(kevin.ROUNDED)
+    gpu_judge.check(GPU_TASK, gpu_judge.submit(gpu_candidate("ext.gelu(x, 0.5, 0)")).result())
+    ballast = torch.empty(torch.cuda.mem_get_info()[0] - (9 << 30), dtype=torch.int8, device="cuda")
+    for size in (2, 4, 5, 6, 7, 125):
+        verdict = trick(gpu_judge, f"ext.hog(x, {size})")
+        assert verdict.outcome in ("incorrect", "runtime_error"), verdict
+        after = trick(gpu_judge, "ext.honest(x, 0)")
+        assert after.outcome == "correct" and after.reference == "float64", after
+    del ballast
+    assert kevin.ROUNDED == rounded
+
+
+@gpu
+def test_what_a_kernel_marks_to_persist_in_l2_does_not_outlive_the_flush(gpu_judge):
+    task = replace(GPU_TASK, id="X-8", code=GPU_TASK.code.replace("4096, 4096", "256, 256"))
+    plain, kept = (statistics.median(trick(gpu_judge, f"ext.persist(x, {n})", task).runtime_ms
+                                     for _ in range(3)) for n in (0, 1))
+    assert kept > 0.9 * plain, (plain, kept)
 
 
 # The engine on a GPU: a model of four layers with the head width of the large ones.
@@ -3651,26 +4036,6 @@ def test_gpu_down_kernel_is_concatenation_and_product(rows, inputs, ranks):
         exact = x.double() @ down.double().T
         assert torch.equal(out[..., :inputs], x)
         assert (out[..., inputs:] - exact).norm() / exact.norm() < 3e-3
-
-
-@gpu
-def test_gpu_policy_from_a_folder_is_the_saved_model_with_the_same_adapter_everywhere(
-        tokenizer, tmp_path):
-    lm = wide_policy(tokenizer).lm.unload()
-    for module in lm.modules():  # joined weights are views of one storage
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data = module.weight.data.clone()
-    lm.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    first, second = (kevin.load_policy(kevin.Config(model=str(tmp_path))) for _ in range(2))
-    assert torch.equal(weights(first), weights(second)) and weights(first).any()
-    with torch.no_grad():
-        row = torch.tensor([PROMPT + ANSWER], device="cuda")
-        exact = (lm(row).logits[0].float() / 0.9).log_softmax(-1)[len(PROMPT) - 1 : -1]
-        exact = exact.gather(1, row[0, len(PROMPT) :, None])[:, 0]
-        assert (first(PROMPT, ANSWER, 0.9) - exact).abs().max() < 0.05
-    with pytest.raises(kevin.UserError, match="holds no adapter"):
-        kevin.load_policy(kevin.Config(model=str(tmp_path), adapter=str(tmp_path)))
 
 
 @gpu
