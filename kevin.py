@@ -528,8 +528,7 @@ NAMES_ALLOWED = re.compile(r"""math\.\w+ | typing\.(Optional|List|Tuple) | torch
     | utils\.cpp_extension(\.load_inline)? | nn\.parameter(\.Parameter)?
     | nn\.init(\.\w+_|\.calculate_gain)?
     | nn\.(Module|Parameter)(List|Dict)? )""", re.VERBOSE)  # PAPER: its code has these of torch.nn
-MODULES = """torch torch.nn torch.utils torch.utils.cpp_extension torch.nn.init math
-    typing""".split()
+MODULES = {name for name in IMPORTS if name.islower() and not name.endswith("load_inline")}
 METHODS = set("""shape size dim ndim numel dtype device stride is_contiguous is_cuda contiguous view
     view_as reshape reshape_as permute transpose t T mT flatten unflatten squeeze unsqueeze expand
     expand_as narrow unbind detach data clone copy_ fill_ zero_ to float item new_empty new_zeros
@@ -3147,11 +3146,12 @@ def open_run(config: Config, command: str) -> Path:
         fcntl.lockf(os.open(run / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"run folder {run} is in use by another process") from None
-    packages = ("torch", "transformers", "peft", "accelerate")
+    packages = ("transformers", "peft", "accelerate")
     facts = {name: importlib.metadata.version(name) for name in packages} | {
-        "python": sys.version, "cuda": torch.version.cuda, "cpu": cpu_name(),
+        "python": sys.version, "torch": torch.__version__, "cuda": torch.version.cuda,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "machine": platform.platform(), "cores": os.cpu_count(), "command": sys.argv}
+        "cpu": cpu_name(), "machine": platform.platform(), "cores": os.cpu_count(),
+        "command": sys.argv}
     write_whole(run / "environment.json", json.dumps(facts, indent=1).encode())
     write_whole(run / "config.json", json.dumps(asdict(config), indent=1).encode())
     write_whole(run / "kevin.py", Path(__file__).read_bytes())
