@@ -2648,6 +2648,7 @@ t.step(policy, samples, count=5, reduce=lambda tensor: world.reduce(tensor, "sum
 both = world.gather(t.weights(policy)[None])
 if world.is_main_process:
     torch.save(both, {str(after)!r})
+world.end_training()  # or threads of the process group may abort the exit
 """)
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                     "--nproc_per_node", "2", str(script)], check=True, timeout=120,
