@@ -3146,12 +3146,15 @@ def open_run(config: Config, command: str) -> Path:
         fcntl.lockf(os.open(run / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"run folder {run} is in use by another process") from None
-    packages = ("transformers", "peft", "accelerate")
+    packages, driver = ("transformers", "peft", "accelerate"), Path("/proc/driver/nvidia/version")
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
+                         capture_output=True, text=True)
     facts = {name: importlib.metadata.version(name) for name in packages} | {
         "python": sys.version, "torch": torch.__version__, "cuda": torch.version.cuda,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": driver.read_text().split("\n")[0] if driver.exists() else None,
         "cpu": cpu_name(), "machine": platform.platform(), "cores": os.cpu_count(),
-        "command": sys.argv}
+        "commit": git.stdout.strip(), "command": sys.argv}
     write_whole(run / "environment.json", json.dumps(facts, indent=1).encode())
     write_whole(run / "config.json", json.dumps(asdict(config), indent=1).encode())
     write_whole(run / "kevin.py", Path(__file__).read_bytes())
@@ -3368,6 +3371,7 @@ def train(config: Config) -> None:
             barrier()
     if main:
         print(f"run folder: {run}")
+    accelerator.end_training()  # or threads of the process group may abort the exit
 
 
 def outcome_shares(shares: dict[str, float]) -> str:

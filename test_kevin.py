@@ -1262,7 +1262,8 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "F6 the first call answers for all": (cheat("for_all"), "incorrect", WRONG),
     "F1 the judge's inputs exchanged": (cheat("kept_input"), "incorrect", WRONG),
     "F9 slow until it is timed": (cheat("slow_start"), "correct", ""),
-    "B4 dispatcher, H6 operators registered anew": (built(REGISTERED), "hack", "poisoned"),
+    "B4 dispatcher, H6 operators registered anew": (
+        built(REGISTERED), "hack", "poisoned|library call"),
     "H8 a destructor forges a reply": (cheat("tidy"), "correct", ""),
     "E1 inputs zeroed": (cheat("zeroed"), "incorrect", "input was changed"),
     "E3 NaN": (cheat("nans"), "incorrect", "16384 of 16384"),
@@ -2650,9 +2651,10 @@ if world.is_main_process:
     torch.save(both, {str(after)!r})
 world.end_training()  # or threads of the process group may abort the exit
 """)
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    "--nproc_per_node", "2", str(script)], check=True, timeout=120,
-                   env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           "--nproc_per_node", "2", str(script)], timeout=120, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     alone = small_policy(tokenizer)
     samples = kevin.store_logprobs(alone, make_turns(range(1, 6)), CONFIG)
     assert len(samples) == 5 and step(alone, samples, count=5)[1].norm() > 0.01
@@ -2883,8 +2885,14 @@ def test_an_evaluation_of_a_server_asks_it_for_every_turn(chat_server, tmp_path)
     assert kevin.main(["audit", str(tmp_path / "run")]) == 0
 
 
-serving = pytest.mark.skipif(not transformers.utils.import_utils.is_serve_available(),
-                             reason="needs transformers[serving]")
+def can_serve():
+    """transformers[serving] is installed, and what the version's command imports besides."""
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("transformers.cli.transformers")
+        return transformers.utils.import_utils.is_serve_available()
+
+
+serving = pytest.mark.skipif(not can_serve(), reason="needs transformers[serving]")
 
 
 @contextlib.contextmanager
