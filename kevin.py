@@ -2754,7 +2754,7 @@ class Engine:
             return []
         graph, count = None, len(self.active)
         if self.kernels:
-            size = next(n for n in BATCH_SIZES if n >= count)
+            size = next((n for n in BATCH_SIZES if n >= count), self.max_batch)
             graph, sampled = self._graph(min(size, self.max_batch))
         if self.stale:
             self._upload()
