@@ -2663,6 +2663,36 @@ world.end_training()  # or threads of the process group may abort the exit
     close(both[0], weights(alone), 1e-6)
 
 
+def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(whole, tmp_path):
+    script, run = tmp_path / "killed.py", tmp_path / "run"
+    script.write_text(f"""import os, signal, sys
+sys.path[:0] = {[str(Path(__file__).parent), str(ROOT)]!r}
+import test_kevin as t
+append = t.kevin.append_lines
+def append_lines(path, lines):
+    append(path, lines)
+    if path.name == "rank-1" and "kill" in sys.argv and len(path.read_text().splitlines()) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+t.kevin.append_lines = append_lines
+t.train({str(run)!r}, steps=1)
+""")
+
+    def launch(*argv):
+        return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                               "--nproc_per_node", "2", str(script), *argv], timeout=120, text=True,
+                              env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+
+    killed = launch("kill")
+    assert killed.returncode and "Signal 9 (SIGKILL)" in killed.stderr, killed.stderr[-3000:]
+    assert len(list(kevin.read_turns(run / "pending/rank-1"))) == 3
+    done = launch()
+    assert done.returncode == 0, done.stderr[-3000:]
+    turns = {t.key: t.completion_ids for t in kevin.read_turns(run / "turns.jsonl")}
+    assert turns == {t.key: t.completion_ids for t in kevin.read_turns(whole / "turns.jsonl")
+                     if t.step == 0}, "as one process would have sampled"
+    assert len(kevin.checkpoints(run)) == 1 and not list((run / "pending").iterdir())
+
+
 # ---- 13. Evaluation and audit --------------------------------------------------------------------
 
 
