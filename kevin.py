@@ -207,11 +207,15 @@ class Config:
     seed: int = arg(0, "seed of task order and sampling")
 
     def __post_init__(self):
-        positive = ("tasks_per_step trajectories turns steps updates_per_step max_new_tokens "
-                    "lora_rank length_normalizer max_batch temperature learning_rate")
-        for name in positive.split():
-            if getattr(self, name) <= 0:
-                raise UserError(f"--{name.replace('_', '-')} must be positive")
+        positive = """tasks_per_step trajectories turns steps updates_per_step max_prompt_tokens
+            max_new_tokens late_new_tokens lora_rank length_normalizer max_batch temperature
+            learning_rate""".split()
+        for name in [*positive, "beam", "build_jobs", "kv_gib", "warmup_updates", "stop_on_junk"]:
+            if getattr(self, name) < 0 or name in positive and not getattr(self, name):
+                kind = "positive" if name in positive else "at least 0"
+                raise UserError(f"--{name.replace('_', '-')} must be {kind}")
+        if self.beam > self.trajectories or self.max_batch > 2048:
+            raise UserError("--beam may be at most --trajectories, and --max-batch 2048")
         if not 0.0 <= self.gamma <= 1.0:
             raise UserError(f"--gamma must lie in [0, 1], got {self.gamma:g}")
 
@@ -339,12 +343,17 @@ def make_task(row: dict | str, where: str) -> Task:
                for name in ("Model", "get_inputs", "get_init_inputs") if name not in defined]
     if faults:
         raise UserError(f"{where}: {', '.join(faults)}")
+    if not isinstance(task.answers, list | tuple) or not all(
+            isinstance(a, dict) and {*a} >= {"weight", "text"} for a in task.answers):
+        raise UserError(f"{where}: answers must be objects with weight and text")
     return replace(task, answers=tuple(task.answers))
 
 
 def load_tasks(path: str) -> list[Task]:
     """Tasks of a JSON-lines file, a folder of .py programs or one .py program, in order (3.1)."""
     source, tasks, levels = Path(path), {}, {"level1": 1, "level2": 2}
+    if not source.exists():  # the files that come with the script
+        source = Path(__file__).parent / path
     try:
         if source.is_dir() or source.suffix == ".py":
             files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
@@ -1301,8 +1310,8 @@ class Toolchain:
         self.device, self.gcc = device, shutil.which("g++")
         self.nvcc = shutil.which("nvcc", path=f"{home}/bin:{os.environ.get('PATH', '')}")
         if not self.gcc or device == "cuda" and not self.nvcc:
-            missing = "nvcc" if self.gcc else "g++"
-            raise UserError(f"no compiler: {missing} is not on PATH (Debian: apt install g++)")
+            missing = "nvcc is not on PATH (set CUDA_HOME)" if self.gcc else "g++ is not on PATH"
+            raise UserError(f"no compiler: {missing}")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
                     SAMPLE, cpu_name(), 7)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
@@ -1526,6 +1535,10 @@ class Judge:
     """
 
     def __init__(self, device: str, cache: str, jobs: int = 0, unsafe: bool = False):
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda: this machine, or this torch, has no CUDA")
+        if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+            raise UserError("kernels are built for Hopper (sm_90a), and this GPU is another")
         self.device, self.unsafe, self.lock = device, unsafe, threading.Lock()
         self.device_name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
         self.chain = Toolchain(cache, device)
@@ -2138,15 +2151,15 @@ class JoinedLinear:
     """Linear layers that read one input, with their adapters, as one matrix.
 
     y = [x, x A'] [W, s B]': the layers' rows of W below one another, their adapters' s B beside
-    them. Everything is read once, and what is sampled and what is trained is rounded alike; peft
-    would round W x by itself and multiply in float32 without tensor cores.
+    them, each in columns of its own. Everything is read once, and sampling and training round
+    alike; peft would round W x by itself and multiply in float32 without tensor cores.
     """
 
     layers: list[nn.Module]  # peft's, in the order of their calls; their weights are views
     weight: torch.Tensor  # (outputs, inputs + ranks)
     down: torch.Tensor  # (ranks, inputs), the A of every layer
     bias: torch.Tensor | None
-    sampling: bool = False  # the adapter rests, and refresh() was called
+    sampling: bool = False  # no update can happen meanwhile: refresh() was called
     source: torch.Tensor | None = None  # what the first layer was called with
     output: tuple = ()  # every layer's share of the answer
 
@@ -2177,7 +2190,7 @@ class JoinedLinear:
             y = AdaptedLinear.apply(x, self, *pairs)
             self.source, self.output = x, y.split([m.out_features for m in self.layers], dim=-1)
         mine = self.output[self.layers.index(layer)]
-        if layer is self.layers[-1]:
+        if layer is self.layers[-1]:  # they are called in order
             self.source, self.output = None, ()
         return mine
 
@@ -2464,7 +2477,7 @@ def attention_kernel(query, key, value, keys, values, tables, lengths, chunk, pa
 
 
 def split_slots(batch: int, kv_heads: int) -> int:
-    """Programs that a sequence may have: four times what 1,024 programs give each on average."""
+    """Programs that may share a sequence: an average one gets a quarter, a long one all."""
     return max(4, min(32, 4096 // (batch * kv_heads)))
 
 
@@ -2597,15 +2610,15 @@ class Engine:
         longest = -(-max_tokens // PAGE_TOKENS)  # pages of one sequence
         size[1] = 1 + longest * max_batch
         if cuda:
-            free = torch.cuda.mem_get_info()[0] - update_bytes(policy, trained * max_tokens)
+            free = torch.cuda.mem_get_info()[0] - update_bytes(policy, max_tokens if trained else 0)
             free = kv_gib * 2**30 or free
             page_bytes = 2 * size[0] * math.prod(size[2:]) * dtype.itemsize
             size[1] = min(size[1], int(free // page_bytes))
-            if size[1] < longest + 2:
+            if size[1] < longest + 2:  # the page of unused rows, and one to spare
                 raise UserError(f"only {max(0, size[1]) * PAGE_TOKENS} tokens of keys and values "
                                 "fit beside the model: lower --max-new-tokens or set --kv-gib")
         self.keys, self.values = (torch.zeros(size, dtype=dtype, device=self.device) for _ in "kv")
-        self.free, self.uses = list(range(size[1] - 1, 0, -1)), [0] * size[1]  # 0: of unused rows
+        self.free, self.uses = list(range(size[1] - 1, 0, -1)), [0] * size[1]  # 0: for unused rows
         zeros = functools.partial(torch.zeros, device=self.device)
         self.tables, self.lengths = (zeros(n, dtype=torch.int32) for n in (
             (max_batch, longest + 1), (max_batch,)))  # a row's pages, and its tokens
@@ -2680,7 +2693,7 @@ class Engine:
         return self._hold([self.free.pop() for _ in range(count)])
 
     def _has_room(self) -> bool:
-        """Whether the next request's pages fit, with some to grow for it and all active ones."""
+        """Whether the next request's pages fit, with SPARE_PAGES for each active one."""
         if not self.paged:
             return True
         request = self.waiting[0]
@@ -3126,19 +3139,31 @@ def step_metrics(turns: list[Turn]) -> dict[str, float]:
     return metrics
 
 
-def stored_config(run: Path) -> dict:
-    """The configuration of a run folder; UserError if it is none."""
+def stored_config(run: Path, command: str = "") -> dict:
+    """The configuration of a run folder; UserError if it is none, or not this command's."""
     if not (run / "config.json").exists():
         raise UserError(f"{run} holds no run (config.json)")
-    return json.loads((run / "config.json").read_text())
+    try:
+        stored = json.loads((run / "config.json").read_text())
+        was = stored.pop("command", command)
+        Config(**stored)
+    except (ValueError, TypeError, AttributeError) as e:
+        raise UserError(f"{run}/config.json is damaged or another version's: {e}") from None
+    if command and was != command:
+        raise UserError(f"{run} is a run of `{was}`, not of `{command}`")
+    return stored
+
+
+MACHINE = """out resume steps cache build_jobs max_batch kv_gib unsafe
+    stop_on_junk""".split()  # may differ when a run is gone on with
 
 
 def open_run(config: Config, command: str) -> Path:
     """The run folder, locked, with config.json, this source, and environment.json."""
     run = Path(config.resume or config.out or time.strftime(f"runs/{command}-%Y%m%d-%H%M%S"))
-    there = stored_config(run) if (run / "config.json").exists() else asdict(config)
+    there = stored_config(run, command) if (run / "config.json").exists() else asdict(config)
     for name, value in asdict(config).items():
-        if name not in ("out", "resume", "steps", "cache") and there.get(name) != value:
+        if name not in MACHINE and there.get(name) != value:
             raise UserError(f"run folder {run} is another configuration's: {name} is "
                             f"{there.get(name)!r} there and {value!r} here")
     run.mkdir(parents=True, exist_ok=True)
@@ -3147,16 +3172,17 @@ def open_run(config: Config, command: str) -> Path:
     except BlockingIOError:
         raise UserError(f"run folder {run} is in use by another process") from None
     packages, driver = ("transformers", "peft", "accelerate"), Path("/proc/driver/nvidia/version")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
+    git = shutil.which("git") and subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     facts = {name: importlib.metadata.version(name) for name in packages} | {
         "python": sys.version, "torch": torch.__version__, "cuda": torch.version.cuda,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": driver.read_text().split("\n")[0] if driver.exists() else None,
         "cpu": cpu_name(), "machine": platform.platform(), "cores": os.cpu_count(),
-        "commit": git.stdout.strip(), "command": sys.argv}
+        "commit": git.stdout.strip() if git else None, "command": sys.argv}
     write_whole(run / "environment.json", json.dumps(facts, indent=1).encode())
-    write_whole(run / "config.json", json.dumps(asdict(config), indent=1).encode())
+    stored = json.dumps({"command": command} | asdict(config), indent=1)
+    write_whole(run / "config.json", stored.encode())
     write_whole(run / "kevin.py", Path(__file__).read_bytes())
     return run
 
@@ -3169,16 +3195,22 @@ def read_lines(path: Path):
 
 
 def read_turns(path: Path):
-    """Turns of a log, one by one."""
-    return map(Turn.from_json, read_lines(path))
+    """Turns of a log, one by one; of a key that occurs twice the last counts."""
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            yield Turn.from_json(line)
+        except (ValueError, TypeError, KeyError) as e:
+            raise UserError(f"{path}:{number}: not a turn: {e!r}") from None
 
 
 def append_lines(path: Path, lines: list[str]) -> None:
     """Appends whole lines and flushes them to the disk, after cutting a torn last line off."""
     with open(path, "ab+") as file:
         size = file.tell()
-        file.seek(max(0, size - (1 << 26)))
-        file.truncate(size - len(file.read().rpartition(b"\n")[2]))
+        file.seek(max(0, size - 1))
+        if file.read() not in (b"", b"\n"):
+            file.seek(max(0, size - (1 << 26)))
+            file.truncate(size - len(file.read().rpartition(b"\n")[2]))
         file.write("".join(line + "\n" for line in lines).encode())
         file.flush()
         os.fsync(file.fileno())
@@ -3213,6 +3245,15 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer, schedule) -> int:
     return state["step"]
 
 
+def chosen_tasks(config: Config) -> list[Task]:
+    """The tasks of --tasks: the tiny ones with --tiny, else all others."""
+    tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
+    if not tasks or config.tiny and not all(t.answers for t in tasks):
+        kind = "tiny task with example answers" if config.tiny else "full-size task"
+        raise UserError(f"{config.tasks} holds no {kind}")
+    return tasks
+
+
 def pick_tasks(tasks: list[Task], count: int, step: int, seed: int) -> list[Task]:
     """The tasks of a step, the same on every process: shuffled passes over all tasks.
 
@@ -3236,14 +3277,15 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
     random.Random(stable_seed(config.seed, "split", step)).shuffle(order)
     parts = [order[i :: config.updates_per_step] for i in range(config.updates_per_step)]
     shares, metrics = [], {}
-    for part in parts:  # GUESS: halves of the batch, not two passes; dealt by length
+    for part in parts:  # GUESS: halves of the batch, not two passes; each dealt in order of length
         part.sort(key=lambda t: len(t.prompt_ids) + len(t.completion_ids))
         mine = part[accelerator.process_index :: accelerator.num_processes]
         # PAPER: 3.3, old log-probs before the first update; later ones are off-policy
         with CLOCK("old_logprobs"):
             shares.append(store_logprobs(policy, mine, config))
-    skipped = 0.0
+    skipped = rate = 0.0
     for part, share in zip(parts, shares):
+        rate = schedule.get_last_lr()[0]
         metrics = update(policy, optimizer, share, len(part), config, accelerator.reduce)
         skipped += metrics.pop("policy/skipped", 0.0)
         schedule.step()
@@ -3251,7 +3293,6 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
         torch.cuda.empty_cache()  # the judge's workers need it
     gaps = [(old.cpu() - torch.tensor(turn.sampling_logprobs)).abs().mean().item()
             for share in shares for turn, old, _ in share]
-    rate = schedule.get_last_lr()[0]
     return metrics | {"policy/sampling_gap": mean(gaps), "policy/learning_rate": rate,
                       "policy/skipped_updates": skipped}
 
@@ -3301,7 +3342,8 @@ def train(config: Config) -> None:
     """Multi-turn GRPO: rollouts, scores, returns, advantages, two updates, checkpoint, again.
 
     Each process samples its own tasks and logs unfinished turns to pending/; the main process alone
-    writes turns.jsonl, metrics.jsonl and checkpoints. A resumed run takes up every recorded turn.
+    writes turns.jsonl, metrics.jsonl and checkpoints. A resumed run takes up every recorded turn
+    but those that the judge failed on.
     """
     # ranks finish rollouts minutes apart, and the default limit of 10 minutes would end the run
     patience = accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=6))
@@ -3311,18 +3353,22 @@ def train(config: Config) -> None:
         raise UserError(f"{kind} shards the model; here every process holds it whole")
     main, barrier = accelerator.is_main_process, accelerator.wait_for_everyone
     rank, world = accelerator.process_index, accelerator.num_processes
-    tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
+    tasks = chosen_tasks(config)
     policy = None if config.tiny else load_policy(config)
     run = Path(accelerate.utils.gather_object([str(open_run(config, "train"))] if main else [])[0])
     policy = policy or tiny_policy(run, tasks, config, main, barrier)
     optimizer = torch.optim.AdamW(policy.trainable(), lr=config.learning_rate, betas=(0.9, 0.95),
                                   weight_decay=0.0)
-    schedule = transformers.get_constant_schedule_with_warmup(optimizer, config.warmup_updates)
+    schedule = torch.optim.lr_scheduler.LambdaLR(  # the first update moves something, too
+        optimizer, lambda update: min(1.0, (update + 1) / max(1, config.warmup_updates)))
     found = checkpoints(run)
     first = load_checkpoint(found[-1], policy, optimizer, schedule) if found else 0
-    logs = [*sorted((run / "pending").glob("*")), run / "turns.jsonl"]
-    recorded = {turn.key: turn for log in logs for turn in read_turns(log) if turn.step >= first}
-    written = {turn.key for turn in read_turns(run / "turns.jsonl")}
+    recorded: dict[tuple, Turn] = {}
+    for log in [run / "turns.jsonl", *sorted((run / "pending").glob("*"))]:
+        for turn in read_turns(log):
+            known = recorded.get(turn.key)
+            if turn.step >= first and (not known or known.verdict.outcome == "judge_error"):
+                recorded[turn.key] = turn
     logged = {json.loads(line)["step"] for line in read_lines(run / "metrics.jsonl")}
     tracker = None
     if main and importlib.util.find_spec("tensorboard"):
@@ -3341,7 +3387,7 @@ def train(config: Config) -> None:
         for step in range(first, config.steps):
             late = step >= config.late_step  # PAPER: 4.4, longer answers late
             limit = config.late_new_tokens if late else config.max_new_tokens
-            judge.baselines.clear()
+            judge.baselines.clear()  # eager is timed anew: a GPU's clocks drift
             mine = pick_tasks(tasks, config.tasks_per_step, step, config.seed)[rank::world]
             turns = run_rollout(engine, judge, policy, mine, step, config, limit, recorded,
                                 run / f"pending/rank-{rank}", f"step {step + 1}/{config.steps}")
@@ -3349,7 +3395,7 @@ def train(config: Config) -> None:
                 turns = grade(accelerate.utils.gather_object(turns), config)
             metrics = {"step": step, **step_metrics(turns)}
             if main:
-                fresh = [t.to_json() for t in turns if t.key not in written]
+                fresh = [t.to_json() for t in turns if t != recorded.get(t.key)]
                 append_lines(run / "turns.jsonl", fresh)
             junk = mean(is_junk(t.completion) for t in turns)
             if config.stop_on_junk and junk >= config.stop_on_junk:
@@ -3526,7 +3572,7 @@ def print_evaluation(results: dict, k: int, paper: bool) -> None:
 
 def evaluate(config: Config) -> None:
     """k trajectories of n turns on every task; with --tiny, by a run's base and by its adapter."""
-    tasks = [t for t in load_tasks(config.tasks) if (t.level == "tiny") == config.tiny]
+    tasks = chosen_tasks(config)
     variants = ["adapter" if config.adapter else "base"]
     if config.api_base:
         variants, policy = [config.model], Server(config.api_base, config)
@@ -3536,7 +3582,9 @@ def evaluate(config: Config) -> None:
         config = replace(config, adapter=config.adapter or newest)  # on record, for a resumed run
         base = Path(config.adapter).resolve().parent.parent / "base"
         if not config.adapter or not base.exists():
-            raise UserError("no `train --tiny` run with a checkpoint under runs/; train first")
+            raise UserError(f"{config.adapter} is no checkpoint of a `train --tiny` run"
+                            if config.adapter else "no `train --tiny` run with a checkpoint under "
+                            "runs/; train first")
         variants, policy = ["base", "adapter"], load_tiny(base, config, config.adapter)
         print(f"evaluating {config.adapter} and its base")
     else:
@@ -3546,6 +3594,7 @@ def evaluate(config: Config) -> None:
     recorded = {turn.key: turn.light() for turn in read_turns(log)}
     with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
                config.unsafe) as judge:
+        write_whole(run / "sandbox.json", json.dumps(judge.layers).encode())
         longest = config.max_prompt_tokens + config.max_new_tokens
         engine = policy if config.api_base else Engine(policy, config.max_batch, config.temperature,
                                                        longest, config.kv_gib, trained=False)
@@ -3589,14 +3638,13 @@ def audit(run: Path) -> int:
                 wrong += 1
                 print(f"{was.key}: {name.strip('_')} is {a!r} in the log, {b!r} recomputed")
 
-    steps: dict[int, list[Turn]] = {}
+    steps: dict[int, dict[tuple, Turn]] = {}
     for was in read_turns(run / "turns.jsonl"):
         now = replace(was, score=kernel_score(was.verdict, config.correct_weight),
                       kernel=parse_response(was.completion)[1], feedback=feedback(was.verdict))
         compare(was, now, "kernel", "feedback", "score")
-        steps.setdefault(was.step, []).append(now.light())
-    for turns in steps.values():
-        turns.sort(key=lambda t: t.key)
+        steps.setdefault(was.step, {})[was.key] = now.light()
+    for turns in [[found[key] for key in sorted(found)] for found in steps.values()]:
         graded = turns[0].advantage is not None  # an evaluation has no returns
         for was, now in zip(turns, grade(turns, config) if graded else ()):
             compare(was, now, "return_", "advantage")
@@ -3610,11 +3658,13 @@ def show(run: Path, trajectory: str) -> None:
     stored_config(run)  # there must be one
     logged = read_turns(run / "turns.jsonl")
     if not trajectory:
-        turns = sorted((turn.light() for turn in logged), key=lambda t: t.key)
+        found = {turn.key: turn.light() for turn in logged}
+        turns = [found[key] for key in sorted(found)]
         for name, same in itertools.groupby(turns, lambda t: t.name):
             print(name, *[f"{t.verdict.outcome} {t.score or 0:.2f}" for t in same], sep="  ")
         return
-    turns = sorted((turn for turn in logged if turn.name == trajectory), key=lambda t: t.key)
+    found = {turn.key: turn for turn in logged if turn.name == trajectory}
+    turns = [found[key] for key in sorted(found)]
     if not turns:
         raise UserError(f"{run} holds no trajectory {trajectory}; `show {run}` lists them")
     for turn in turns:
@@ -4123,7 +4173,7 @@ def make_tasks(count: int, out: Path, model: str, api_base: str, seed: int, task
     tried = [json.loads(line)["name"] for line in read_lines(notes)]
     made = load_tasks(str(out)) if out.exists() else []
     used = {name.lower() for name in tried + [t.name for t in seen + made]}
-    example = next(t for t in seen if t.level == 2).code
+    example = next((t for t in seen if t.level == 2), seen[0]).code
     with accelerate.utils.tqdm(total=count, initial=len(made), desc="tasks", unit="task") as bar:
         while len(made) < count:
             draws = random.Random(stable_seed(seed, "make", len(tried)))
@@ -4294,7 +4344,7 @@ def parse_config(command: str, argv: list[str]) -> Config:
         tiny = {k: v for k, v in TINY.items() if hasattr(given, k) and k not in kept}
         parser.set_defaults(tasks="tasks.jsonl", **tiny)
     if given.resume:
-        parser.set_defaults(**stored_config(Path(given.resume)))
+        parser.set_defaults(**stored_config(Path(given.resume), command))
     return Config(**vars(parser.parse_args(argv)))
 
 
@@ -4306,7 +4356,7 @@ def score(task: str, candidate: list[str], tasks: str, as_json: bool, device: st
         if not Path(file).is_file():
             raise UserError(f"candidate file {file} does not exist")
     with Judge(device, cache, unsafe=unsafe) as judge:
-        builds = [judge.submit(Path(file).read_text()) for file in candidate]
+        builds = [judge.submit(Path(file).read_text("utf-8", "replace")) for file in candidate]
         for file, build in zip(candidate, builds):
             built = build.result()
             verdict = built if isinstance(built, Verdict) else judge.check(problem, built)
@@ -4336,17 +4386,23 @@ def main(argv: list[str]) -> int:
             if "device" in given and not given["device"]:
                 given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
             return COMMANDS[command](**given) or 0
-        if command and not command.endswith(("-h", "--help")):
+        if argv and argv[-1] not in ("-h", "--help"):
             raise UserError(f"no command {command}; there are {', '.join(COMMANDS)}")
         print(__doc__)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:
-        print("kevin: interrupted; --resume goes on with the run", file=sys.stderr)
+        hint = "; --resume goes on with the run" * (command in ("train", "eval"))
+        print(f"kevin: interrupted{hint}", file=sys.stderr)
         return 130
     except (UserError, JudgeFault) as e:
         print(f"kevin: {e}", file=sys.stderr)
         return 2 if isinstance(e, UserError) else 3
+    except OSError as e:
+        if not e.filename:  # no file of the user's: a fault of this script
+            raise
+        print(f"kevin: {e.filename}: {e.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -2608,6 +2608,54 @@ def test_training_raises_the_score_and_a_flipped_sign_lowers_it(tokenizer, tmp_p
     assert scores[1][-1] > 4 > 0.6 > scores[-1][-1], scores
 
 
+def test_a_run_folder_is_gone_on_with_by_its_own_command_alone(whole, tmp_path, capsys):
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert kevin.main(["eval", "--resume", str(run)]) == 2
+    assert "is a run of `train`, not of `eval`" in capsys.readouterr().err
+    config = run / "config.json"
+    for text, said in (("{", "damaged"), ('{"command": "train", "knob": 1}', "knob")):
+        config.write_text(text)
+        assert kevin.main(["train", "--resume", str(run)]) == 2
+        assert said in capsys.readouterr().err
+    shutil.copy(whole / "config.json", config)
+    with open(run / "turns.jsonl", "a") as file:
+        file.write('{"task": 1}\n')
+    assert kevin.main(["audit", str(run)]) == 2
+    assert f"turns.jsonl:{len(list(kevin.read_lines(run / 'turns.jsonl')))}: not a turn" in (
+        capsys.readouterr().err)
+
+
+def test_what_concerns_the_machine_alone_may_change_when_a_run_goes_on(half):
+    config = kevin.Config(**kevin.stored_config(half))
+    for changes in ({"build_jobs": 1}, {"max_batch": 3, "kv_gib": 1.0}, {"stop_on_junk": 0.9}):
+        assert kevin.open_run(replace(config, **changes), "train") == half
+
+
+def test_every_update_of_the_warm_up_moves_and_its_rate_is_on_record(tmp_path):
+    run = train(tmp_path / "run", warmup_updates=4, steps=3)
+    rates = [json.loads(line)["policy/learning_rate"] for line in
+             kevin.read_lines(run / "metrics.jsonl")]
+    assert rates == pytest.approx([0.5e-2, 1e-2, 1e-2])  # of updates 2, 4 and 6
+
+
+def test_a_turn_that_is_judged_after_all_replaces_the_fault_in_log_and_training(whole, tmp_path):
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints/step-3")
+    turns = list(kevin.read_turns(run / "turns.jsonl"))
+    place = next(i for i, t in enumerate(turns) if t.step == 2 and t.turn == 1)
+    fault = replace(turns[place], verdict=kevin.Verdict("judge_error"), score=None)
+    faulty = [*turns[:place], replace(fault, feedback=kevin.feedback(fault.verdict)),
+              *turns[place + 1 :]]
+    graded = kevin.grade([t for t in faulty if t.step == 2],
+                         kevin.Config(**kevin.stored_config(run)))
+    faulty = [t for t in faulty if t.step < 2] + graded
+    (run / "turns.jsonl").write_text("".join(t.to_json() + "\n" for t in faulty))
+    resume(run)
+    found = {t.key: t for t in kevin.read_turns(run / "turns.jsonl")}
+    assert found == {t.key: t for t in turns}, "as if the judge had not failed"
+    assert adapter(run) == adapter(whole) and kevin.main(["audit", str(run)]) == 0
+
+
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_a_launch_that_shards_the_model_is_refused_with_the_reason(monkeypatch, tmp_path, kind):
     import accelerate
