@@ -1535,8 +1535,6 @@ class Judge:
     """
 
     def __init__(self, device: str, cache: str, jobs: int = 0, unsafe: bool = False):
-        if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: this machine, or this torch, has no CUDA")
         if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
             raise UserError("kernels are built for Hopper (sm_90a), and this GPU is another")
         self.device, self.unsafe, self.lock = device, unsafe, threading.Lock()
@@ -4385,6 +4383,8 @@ def main(argv: list[str]) -> int:
                 given = vars(make_parser(command).parse_args(rest))
             if "device" in given and not given["device"]:
                 given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+            if given.get("device") == "cuda" and not torch.cuda.is_available():
+                raise UserError("--device cuda: this machine, or this torch, has no CUDA")
             return COMMANDS[command](**given) or 0
         if argv and argv[-1] not in ("-h", "--help"):
             raise UserError(f"no command {command}; there are {', '.join(COMMANDS)}")

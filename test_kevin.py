@@ -3440,6 +3440,13 @@ def test_a_machine_without_a_compiler_is_told_so(files, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("command", ["score --task T-1 --candidate README.md", "tasks check"])
+def test_a_device_that_is_not_there_is_a_user_error(command, capsys):
+    assert kevin.main([*command.split(), "--device", "cuda"]) == 2
+    assert "has no CUDA" in capsys.readouterr().err
+
+
 def test_training_without_a_gpu_names_tiny(tmp_path):
     done = kevin_py("train", "--out", tmp_path / "run", "--tasks", ROOT / "tasks.jsonl")
     assert done.returncode == 2 and re.fullmatch("kevin: .*GPU.*--tiny.*\n", done.stderr), done
