@@ -2320,7 +2320,6 @@ def read_policy(name: str, device: torch.device, free_bytes: int, config: Config
             lm = kind.from_config(shape, **how)
     else:
         lm = kind.from_pretrained(name, device_map={"": device}, **how)
-    lm.requires_grad_(False)
     return with_adapter(lm, tokenizer, config.lora_rank, config.lora_alpha, config.adapter)
 
 
