@@ -3118,19 +3118,21 @@ def step_metrics(turns: list[Turn]) -> dict[str, float]:
     """Scores, outcomes, and per turn index the health of the answers (6.1)."""
     scores = [t.score for t in turns if t.score is not None]
     correct = [t.verdict.speedup for t in turns if t.verdict.outcome == "correct"]
+    junk = {t.key: is_junk(t.completion) for t in turns}
     metrics = {"score/mean": mean(scores), "score/best": max(scores, default=0.0),
                "return/mean": mean(t.return_ for t in turns if t.return_ is not None),
                "advantage/max": max(abs(t.advantage) for t in turns),
                "advantage/zero": mean(t.advantage == 0 for t in turns),
                "kernel/correct": len(correct) / len(turns), "kernel/speedup": mean(correct),
-               "length/completion": mean(len(t.completion_ids) for t in turns)}
+               "length/completion": mean(len(t.completion_ids) for t in turns),
+               "health/junk": mean(junk.values())}
     for outcome in OUTCOMES:
         metrics[f"outcome/{outcome}"] = mean(t.verdict.outcome == outcome for t in turns)
     for index in sorted({t.turn for t in turns}):
         same = [t for t in turns if t.turn == index]
         okay = [t.completion.lstrip().startswith("Okay,") for t in same]
         metrics[f"health/not_okay/{index}"] = 1 - mean(okay)
-        metrics[f"health/junk/{index}"] = mean(is_junk(t.completion) for t in same)
+        metrics[f"health/junk/{index}"] = mean(junk[t.key] for t in same)
         metrics[f"health/cut/{index}"] = mean(t.finish_reason == "length" for t in same)
         metrics[f"score/turn/{index}"] = mean(t.score for t in same if t.score is not None)
     return metrics
@@ -3192,7 +3194,7 @@ def read_lines(path: Path):
 
 
 def read_turns(path: Path):
-    """Turns of a log, one by one; of a key that occurs twice the last counts."""
+    """Turns of a log, one by one; where a key occurs twice, its readers let the last count."""
     for number, line in enumerate(read_lines(path), 1):
         try:
             yield Turn.from_json(line)
@@ -3394,10 +3396,9 @@ def train(config: Config) -> None:
             if main:
                 fresh = [t.to_json() for t in turns if t != recorded.get(t.key)]
                 append_lines(run / "turns.jsonl", fresh)
-            junk = mean(is_junk(t.completion) for t in turns)
-            if config.stop_on_junk and junk >= config.stop_on_junk:
-                raise UserError(f"step {step + 1}: {junk:.0%} of the answers are junk, see "
-                                f"`show {run}`; the last checkpoint is from before them")
+            if config.stop_on_junk and metrics["health/junk"] >= config.stop_on_junk:
+                raise UserError(f"step {step + 1}: {metrics['health/junk']:.0%} of the answers are "
+                                f"junk, see `show {run}`; the last checkpoint is from before them")
             metrics |= train_step(policy, optimizer, schedule, turns, step, config, accelerator)
             seconds = CLOCK.lap()  # of this process; a checkpoint's are in the next step
             metrics |= {f"time/{phase}": s for phase, s in seconds.items()}
@@ -3641,7 +3642,7 @@ def audit(run: Path) -> int:
                       kernel=parse_response(was.completion)[1], feedback=feedback(was.verdict))
         compare(was, now, "kernel", "feedback", "score")
         steps.setdefault(was.step, {})[was.key] = now.light()
-    for turns in [[found[key] for key in sorted(found)] for found in steps.values()]:
+    for turns in [list(map(found.get, sorted(found))) for found in steps.values()]:
         graded = turns[0].advantage is not None  # an evaluation has no returns
         for was, now in zip(turns, grade(turns, config) if graded else ()):
             compare(was, now, "return_", "advantage")
@@ -3656,15 +3657,13 @@ def show(run: Path, trajectory: str) -> None:
     logged = read_turns(run / "turns.jsonl")
     if not trajectory:
         found = {turn.key: turn.light() for turn in logged}
-        turns = [found[key] for key in sorted(found)]
-        for name, same in itertools.groupby(turns, lambda t: t.name):
+        for name, same in itertools.groupby(map(found.get, sorted(found)), lambda t: t.name):
             print(name, *[f"{t.verdict.outcome} {t.score or 0:.2f}" for t in same], sep="  ")
         return
     found = {turn.key: turn for turn in logged if turn.name == trajectory}
-    turns = [found[key] for key in sorted(found)]
-    if not turns:
+    if not found:
         raise UserError(f"{run} holds no trajectory {trajectory}; `show {run}` lists them")
-    for turn in turns:
+    for turn in map(found.get, sorted(found)):
         numbers = {"score": turn.score, "return": turn.return_, "advantage": turn.advantage}
         facts = "".join(f", {name} {x:.4g}" for name, x in numbers.items() if x is not None)
         print(f"==== turn {turn.turn + 1}: {turn.verdict.outcome}{facts} ====\n{turn.completion}\n"
