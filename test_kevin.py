@@ -4003,33 +4003,38 @@ def test_eager_is_timed_before_a_candidate_lives_and_the_clock_agrees_with_hones
     real, timed = kevin.measure, []
 
     def recorded(subjects, seeds):
-        timed.append(([s.trusted for s in subjects], real(subjects, seeds)))
-        return timed[-1][1]
+        timed.append(([s.trusted for s in subjects], real(subjects, seeds)[0]))
+        return [timed[-1][1]]
 
     monkeypatch.setattr(kevin, "measure", recorded)
     gpu_judge.baselines.clear()
-    for expression in ("ext.honest(x, 0)", "ext.waiting(x, 0)"):
-        assert trick(gpu_judge, expression).outcome == "correct"
-    assert [trusted for trusted, _ in timed] == [[True], [False], [False]]
-    assert [hidden for _, [(_, hidden)] in timed] == [0, 0, 0]
-    (_, [(free, _)]), (_, [(waiting, _)]) = timed[1:]
-    assert waiting < free + 0.03, "who waits for the device pays for that and no more"
+    free, waiting = (trick(gpu_judge, f"ext.{name}(x, 0)") for name in ("honest", "waiting"))
+    assert [trusted for trusted, _ in timed][:2] == [[True], [False]]
+    assert not any(trusted for [trusted], _ in timed[1:])
+    assert free.runtime_ms == pytest.approx(timed[1][1][0], rel=0.2)
+    assert waiting.runtime_ms < free.runtime_ms + 0.03, "who waits for the device pays for that"
+
+
+def slow_kernel(loops):
+    code = candidate(f"ext.slow(x, {loops})", SLOW_CPP, ["slow"])
+    both = f'cpp_sources=source, cuda_sources="""{SLOW_KERNEL}"""'
+    return code.replace("cpp_sources=source", both)
 
 
 @gpu
 def test_work_that_no_event_sees_is_charged(gpu_judge, monkeypatch):
-    plain, bursts = trick(gpu_judge, "ext.honest(x, 0)").runtime_ms, []
+    plain, bursts = judged(gpu_judge, slow_kernel(2_000), GPU_TASK).runtime_ms, []
     real = kevin.burst
 
     def unseen(subject, *rest):
         bursts.append(real(subject, *rest))
-        return (bursts[-1][0] / 4, *bursts[-1][1:])  # three quarters lie outside of the events
+        return (bursts[-1][0] * 0.75, *bursts[-1][1:])  # a quarter lies outside of the events
 
     monkeypatch.setattr(kevin, "burst", unseen)
-    verdict = trick(gpu_judge, "ext.honest(x, 0)")
-    assert verdict.runtime_ms == pytest.approx(plain, rel=0.1), verdict
+    verdict = judged(gpu_judge, slow_kernel("2_000"), GPU_TASK)
+    assert verdict.runtime_ms == pytest.approx(plain, rel=0.12), verdict
     for events, clock, seeds in bursts:  # one call alone pays for the round trip, too
-        assert len(seeds) == 1 or clock == pytest.approx(events, rel=0.1, abs=0.05)
+        assert len(seeds) == 1 or clock == pytest.approx(events, rel=0.1, abs=0.1)
 
 
 @gpu
@@ -4242,7 +4247,7 @@ def bench_judge(folder):
     with kevin.Judge("cuda", f"{folder}/cache") as judge:
         judge.submit(unique("warm-up")).result()
         builds, wall, busy = measured(lambda: [f.result() for f in [
-            judge.submit(unique(i)) for i in range(4 * cores)]])
+            judge.submit(unique(i)) for i in range(3 * cores)]])
         assert all(isinstance(b, kevin.Build) for b in builds)
         say(f"build: {len(builds) * 60 / wall:.1f} a minute, {busy / len(builds):.1f} CPU-s each")
         _, wall, busy = measured(lambda: plain_builds(folder, cores))
@@ -4269,12 +4274,7 @@ def bench_judge(folder):
 
 def bench_spread(judge):
     """Prints how far the medians of five fresh workers lie apart, quiet and beside compilers."""
-    code = candidate("ext.slow(x, self.loops)", SLOW_CPP, ["slow"])
-    both = f'cpp_sources=source, cuda_sources="""{SLOW_KERNEL}"""'
-    code = code.replace("cpp_sources=source", both)
-    ones = "self.ones, self.zeros ="
-    builds = [judge.submit(code.replace(ones, f"self.loops = {n}\n        {ones}")).result()
-              for n in (200, 2_000, 20_000)]
+    builds = [judge.submit(slow_kernel(n)).result() for n in (200, 2_000, 20_000)]
     for load in ("quiet", "all cores compiling"):
         noise = [judge.submit(unique(i)) for i in range(8 * os.cpu_count() * (load != "quiet"))]
         for build in builds:
@@ -4308,7 +4308,7 @@ def bench_soak(folder):
     if device == "cuda":
         mixed = [gpu_candidate(e) for e in ("ext.gelu(x, 0.5, 0)", "ext.gelu(x, 0.6, 0)", "x",
                                             f"ext.gelu(x, 0.5, {1 << 44})", "ext.hang(x)")]
-    kevin.RUN_TIMEOUT_S, outcomes, before = 3.0, {}, {}
+    kevin.RUN_TIMEOUT_S, outcomes, before = 3.0 if device == "cpu" else 1.5, {}, {}
     with kevin.Judge(device, f"{folder}/cache", unsafe=True) as judge:
         for number in range(count + len(mixed)):
             if number == len(mixed):  # everything has been built and seen once
@@ -4537,6 +4537,7 @@ def bench_step(folder):
     """Trains a random model of QwQ-32B's shape, and prints where the time goes.
 
     Its noise is replaced by kernels, right and wrong ones for the tasks, before they are judged.
+    An answer ends somewhere between half of TOKENS and one and a half, as real ones end apart.
     Arguments: run folder, which is gone on with, and steps. TASKS and TOKENS set the size.
     """
     run, steps, size = Path(sys.argv[3]), int(sys.argv[4]), int(os.environ.get("TOKENS", 400))
@@ -4555,8 +4556,12 @@ def bench_step(folder):
     kevin.Policy.decode = lambda self, ids: texts[sum(ids[:20]) % len(texts)]
     config = kevin.Config(
         tasks=f"{inputs}/tasks.jsonl", model=str(inputs), random_weights=True, turns=2,
-        tasks_per_step=len(chosen), trajectories=8, max_new_tokens=size, late_new_tokens=size,
-        max_prompt_tokens=4096, cache=f"{run}-cache", steps=steps, out=str(run))
+        tasks_per_step=len(chosen), trajectories=8, max_new_tokens=size * 3 // 2,
+        late_new_tokens=size * 3 // 2, max_prompt_tokens=4096, cache=f"{run}-cache", steps=steps,
+        out=str(run))
+    ask = kevin.Engine.add
+    kevin.Engine.add = lambda self, item: ask(self, replace(
+        item, max_new_tokens=item.draws.randrange(size // 2, size * 3 // 2)))
     train_step, policies = kevin.train_step, []
     kevin.train_step = lambda policy, *rest: (
         policies.append(policy), train_step(policy, *rest))[1]
