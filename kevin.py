@@ -984,7 +984,7 @@ class Worker:
     def do_build(self, folder: str, stages: list, fds) -> None:
         """Runs the command lines of each stage side by side, until one fails."""
         os.chdir(folder)
-        os.nice(15)  # a compiler waits while a kernel is timed
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # or it disturbs a kernel's time
         with open("log", "wb") as log:
             for stage in stages:
                 running = [subprocess.Popen(argv, stdout=log, stderr=log) for argv in stage]
@@ -1543,7 +1543,6 @@ class Judge:
         self.source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
         self.children, self.spare = 0, None
         self.baselines: dict[str, tuple] = {}  # what measure() says of eager, by task, on a GPU
-        self.idle_ms: dict[str, list[float]] = {}  # runs of one and of all calls without a model
         self._start_zygote()
         with Child(self) as probe:
             self.layers = probe.layers
@@ -1683,21 +1682,22 @@ class Judge:
         return self._retried(lambda: self._check(task, build))
 
     def _check(self, task: Task, build: Build) -> Verdict:
-        seeds, worst, constant = [], 0.0, True
+        seeds, times = [], []
         if self.device == "cuda" and task.id not in self.baselines:
             with Subject(self, task) as eager:  # while no candidate lives
                 [self.baselines[task.id]] = measure([eager], [])
         try:
-            with Subject(self, task, build) as candidate:
-                for trial in range(TRIALS):
-                    if trial % math.ceil(TRIALS / WEIGHT_SEEDS) == 0:
-                        weights = fresh_seed()
-                    seeds += [weights, fresh_seed()]
-                    candidate.run(*seeds[-2:], listen=True)
-                    error, same = candidate.error(*seeds[-2:])
-                    worst, constant = max(worst, error), constant and same
-                ms, eager_ms = time_candidate(candidate, seeds, constant)
-                found = Verdict("correct", "", "", ms, eager_ms, eager_ms / ms, worst)
+            for _ in range(CLOCK_ATTEMPTS):  # noise is over the next time, hidden work is not
+                with Subject(self, task, build) as candidate:
+                    if not seeds:
+                        error, constant = check_outputs(candidate, seeds)
+                    times.append(time_candidate(candidate, seeds))
+                if times[-1][1] == 0.0:
+                    break
+            ms, hidden_ms, eager_ms = min(times, key=lambda t: t[0] + t[1])
+            refuse_unbelievable(candidate, ms, hidden_ms, constant)
+            ms += hidden_ms
+            found = Verdict("correct", "", "", ms, eager_ms, eager_ms / ms, error)
         except Rejected as e:
             found = Verdict(*e.args)
         except torch.OutOfMemoryError:  # there was enough before the candidate came
@@ -1781,9 +1781,7 @@ class Subject(Child):
         fds = []
         try:
             self._open(inputs, fds)
-            idle = [min(self._idle(n) for _ in range(5)) for n in (1, self.calls)]
-            known = judge.idle_ms.setdefault(task.code, idle)
-            judge.idle_ms[task.code] = list(map(min, idle, known))
+            self.idle_ms = [min(self._idle(n) for _ in range(5)) for n in (1, self.calls)]
             self.trusted = build is None
             self.deadline = math.inf if self.trusted else time.monotonic() + CHECK_TIMEOUT_S
             for data in build.libraries if build else ():
@@ -1876,7 +1874,7 @@ class Subject(Child):
         if foreign:
             message = f"forward runs aten::{', aten::'.join(foreign)}"[:400]
             raise Rejected("hack", "torch operator", message)
-        one, every = self.judge.idle_ms[self.task.code]
+        one, every = self.idle_ms
         idle = one + (every - one) * (len(seeds) - 1) / max(1, self.calls - 1)
         return (elapsed - idle) / len(seeds), events
 
@@ -2008,32 +2006,43 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
     return [(statistics.median(row[0] for row in r), min(row[1] for row in r)) for r in rows]
 
 
-def time_candidate(candidate: Subject, seeds: list[int], constant: bool) -> tuple[float, float]:
-    """(candidate's ms, eager's ms); Rejected if they cannot be believed.
+def check_outputs(candidate: Subject, seeds: list[int]) -> tuple[float, bool]:
+    """(worst error of all trials, whether the right answer never changes); Rejected if wrong."""
+    worst, constant = 0.0, True
+    for trial in range(TRIALS):
+        if trial % math.ceil(TRIALS / WEIGHT_SEEDS) == 0:
+            weights = fresh_seed()
+        seeds += [weights, fresh_seed()]
+        candidate.run(*seeds[-2:], listen=True)
+        error, same = candidate.error(*seeds[-2:])
+        worst, constant = max(worst, error), constant and same
+    return worst, constant
+
+
+def time_candidate(candidate: Subject, seeds: list[int]) -> tuple[float, float, float]:
+    """(candidate's ms, ms of it that are hidden from its events, eager's ms).
 
     On a CPU the two alternate, so that a noisy machine disturbs both; on a GPU eager has been timed
-    once a step. constant: the answer never changes, so it could be written without reading.
+    once a step, and shows what the clock sees beyond events here.
     """
-    judge, device, others, beyond = candidate.judge, candidate.device, [], math.inf
+    judge, others = candidate.judge, []
     with contextlib.ExitStack() as stack:
-        if device == "cpu":
+        if candidate.device == "cpu":
             others = [stack.enter_context(Subject(judge, candidate.task))]
-        for _ in range(CLOCK_ATTEMPTS):  # noise is over the next time, hidden work is not
-            (events_ms, seen), *eager = measure([candidate, *others], seeds)
-            eager_ms, usual = judge.baselines.get(candidate.task.id) or (eager[0][0], 0.0)
-            beyond = min(beyond, seen - max(0.0, usual))  # eager shows what this machine adds
-            hidden_ms = max(0.0, beyond - HIDDEN_SHARE * events_ms - HIDDEN_MS)
-            if not hidden_ms:
-                break
-    ms = events_ms + hidden_ms
+        (ms, beyond), *eager = measure([candidate, *others], seeds)
+    eager_ms, usual = judge.baselines.get(candidate.task.id) or (eager[0][0], 0.0)
+    return ms, max(0.0, beyond - HIDDEN_SHARE * ms - HIDDEN_MS - max(0.0, usual)), eager_ms
+
+
+def refuse_unbelievable(candidate: Subject, ms: float, hidden_ms: float, constant: bool) -> None:
+    """Rejects a time that cannot be; constant: the answer could be written without reading."""
     moved = candidate.read_bytes if constant else candidate.size / 3
-    if ms < moved / BANDWIDTH[device] * 1e3:
+    if ms + hidden_ms < moved / BANDWIDTH[candidate.device] * 1e3:
         text = f"{ms:.3g} ms for {moved / 2**20:.3g} MiB of memory traffic"
         raise Rejected("suspicious", "too fast", text)
-    if hidden_ms > 0.5 * events_ms + 0.3:  # work on another stream
-        text = f"{hidden_ms:.3g} ms a call lie outside the timed events of {events_ms:.3g} ms"
+    if hidden_ms > 0.5 * ms + 0.3:  # work on another stream
+        text = f"{hidden_ms:.3g} ms a call lie outside the timed events of {ms:.3g} ms"
         raise Rejected("suspicious", "clock", text)
-    return ms, eager_ms
 
 
 def cpu_name() -> str:

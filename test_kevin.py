@@ -4307,7 +4307,8 @@ def bench_soak(folder):
                                             candidate("ext.hang(x, self.g, self.b)")]
     if device == "cuda":
         mixed = [gpu_candidate(e) for e in ("ext.gelu(x, 0.5, 0)", "ext.gelu(x, 0.6, 0)", "x",
-                                            f"ext.gelu(x, 0.5, {1 << 44})", "ext.hang(x)")]
+                                            f"ext.gelu(x, 0.5, {1 << 44})", "x + x", "x ** x",
+                                            "ext.gelu(x, 0.50, 0)", "ext.hang(x)")]
     kevin.RUN_TIMEOUT_S, outcomes, before = 3.0 if device == "cpu" else 1.5, {}, {}
     with kevin.Judge(device, f"{folder}/cache", unsafe=True) as judge:
         for number in range(count + len(mixed)):
@@ -4579,5 +4580,6 @@ def bench_step(folder):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
+        os.chmod(temporary, 0o755)
         {"judge": bench_judge, "soak": bench_soak, "rollout": bench_rollout, "train": bench_train,
          "step": bench_step}[sys.argv[2]](temporary)
