@@ -208,10 +208,11 @@ class Config:
 
     def __post_init__(self):
         positive = """tasks_per_step trajectories turns steps updates_per_step max_prompt_tokens
-            max_new_tokens late_new_tokens lora_rank length_normalizer max_batch temperature
-            learning_rate""".split()
-        for name in [*positive, "beam", "build_jobs", "kv_gib", "warmup_updates", "stop_on_junk"]:
-            if getattr(self, name) < 0 or name in positive and not getattr(self, name):
+            max_new_tokens late_new_tokens lora_rank lora_alpha length_normalizer max_batch
+            temperature learning_rate max_grad_norm""".split()
+        for name in [*positive, *"""beam build_jobs kv_gib warmup_updates stop_on_junk kl clip_low
+                clip_high correct_weight late_step""".split()]:
+            if not getattr(self, name) >= 0 or name in positive and not getattr(self, name):
                 kind = "positive" if name in positive else "at least 0"
                 raise UserError(f"--{name.replace('_', '-')} must be {kind}")
         if self.beam > self.trajectories or self.max_batch > 2048:
@@ -2294,6 +2295,10 @@ def with_adapter(lm: nn.Module, tokenizer, rank: int, alpha: int, adapter: str =
         lm = peft.PeftModel.from_pretrained(lm, adapter, is_trainable=True)
     else:
         raise UserError(f"{adapter} holds no adapter (adapter_config.json)")
+    for module in lm.modules():  # the base's own dropout is off for the same reason
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
     policy = Policy(lm, tokenizer)
     policy.joined = join_linears(lm)
     if lm.device.type == "cuda":
@@ -2910,7 +2915,7 @@ class Server:
         for future in wait(self.running, timeout=1, return_when=FIRST_COMPLETED).done:
             request = self.running.pop(future)
             text, request.finish_reason = future.result()
-            request.completion_ids = list(text.encode())
+            request.completion_ids = list(text.encode(errors="replace"))
             finished.append(request)
         return finished
 
@@ -2982,11 +2987,12 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
 
     def settle(request, verdict):
         nonlocal faults
-        faults = faults + 1 if verdict.outcome == "judge_error" else 0
+        if verdict.outcome not in ("no_code", "hack"):  # these need no machine
+            faults = faults + 1 if verdict.outcome == "judge_error" else 0
         if faults == FAULTS_IN_A_ROW:
             raise JudgeFault(f"the judge failed {faults} times in a row: {verdict.message}")
         owner, text = request.owner, chat.decode(request.completion_ids)
-        _, kernel, summary = parse_response(text)
+        _, kernel, summary = parse_response(text)  # GUESS: one complete in a cut answer counts
         owner.turns.append(on_turn(Turn(owner.task.id, owner.step, owner.index, len(owner.turns),
             request.prompt, text, request.prompt_ids, request.completion_ids, request.logprobs,
             request.finish_reason, kernel, summary, verdict, feedback(verdict),
@@ -3006,7 +3012,7 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             with CLOCK("compile_wait"):
                 wait(building, return_when=FIRST_COMPLETED)
         ready = [future for future in building if future.done()]
-        if len(engine) and len(ready) < len(trajectories) / 4:
+        if len(engine) and len(ready) < (len(engine) + len(building)) / 4:
             continue
         for future in ready:
             request, built = building.pop(future), future.result()
@@ -3112,7 +3118,7 @@ def grade(turns: list[Turn], config: Config) -> list[Turn]:
         for _, trajectory in itertools.groupby(group, lambda t: t.trajectory):
             scores = [t.score for t in trajectory]
             discounted = discounted_returns(scores, config.gamma, config.aggregate)
-            returns += [None if s is None else r for s, r in zip(scores, discounted)]
+            returns += [None if None in scores[i:] else r for i, r in enumerate(discounted)]
         advantages = group_advantages(returns, config.scale == "group")
         graded += [replace(t, return_=r, advantage=a)
                    for t, r, a in zip(group, returns, advantages)]
@@ -3221,6 +3227,27 @@ def read_turns(path: Path):
             yield Turn.from_json(line)
         except (ValueError, TypeError, KeyError) as e:
             raise UserError(f"{path}:{number}: not a turn: {e!r}") from None
+
+
+def latest_turns(logs) -> dict[tuple, Turn]:
+    """Turns by key: the first of each, but one that the judge failed on gives way to a later one.
+
+    What followed the fault in its trajectory, an answer to other feedback, leaves with it.
+    """
+    found: dict[tuple, Turn] = {}
+    gone = []
+    for turn in itertools.chain(*logs):
+        known = found.get(turn.key)
+        if known and known.verdict.outcome != "judge_error" or (
+                turn.key, turn.kernel, turn.verdict) in gone:  # a second log may repeat it
+            continue
+        for number in itertools.count(turn.turn + 1) if known else ():
+            later = found.pop((*turn.key[:3], number), None)
+            if later is None:
+                break
+            gone.append((later.key, later.kernel, later.verdict))
+        found[turn.key] = turn
+    return found
 
 
 def append_lines(path: Path, lines: list[str]) -> None:
@@ -3383,13 +3410,10 @@ def train(config: Config) -> None:
         optimizer, lambda update: min(1.0, (update + 1) / max(1, config.warmup_updates)))
     found = checkpoints(run)
     first = load_checkpoint(found[-1], policy, optimizer, schedule) if found else 0
-    recorded: dict[tuple, Turn] = {}
-    for log in [run / "turns.jsonl", *sorted((run / "pending").glob("*"))]:
-        for turn in read_turns(log):
-            known = recorded.get(turn.key)
-            if turn.step >= first and (not known or known.verdict.outcome == "judge_error"):
-                recorded[turn.key] = turn
-    logged = {json.loads(line)["step"] for line in read_lines(run / "metrics.jsonl")}
+    logs = [run / "turns.jsonl", *sorted((run / "pending").glob("*"))]
+    recorded = latest_turns((t for t in read_turns(log) if t.step >= first) for log in logs)
+    lines = map(json.loads, read_lines(run / "metrics.jsonl"))
+    logged = {line["step"] for line in lines if "time/step" in line}  # not one stopped for junk
     tracker = None
     if main and importlib.util.find_spec("tensorboard"):
         tracker = accelerate.tracking.TensorBoardTracker("tensorboard", run)
@@ -3418,6 +3442,7 @@ def train(config: Config) -> None:
                 fresh = [t.to_json() for t in turns if t != recorded.get(t.key)]
                 append_lines(run / "turns.jsonl", fresh)
             if config.stop_on_junk and metrics["health/junk"] >= config.stop_on_junk:
+                append_lines(run / "metrics.jsonl", [json.dumps(metrics)] * main)
                 raise UserError(f"step {step + 1}: {metrics['health/junk']:.0%} of the answers are "
                                 f"junk, see `show {run}`; the last checkpoint is from before them")
             metrics |= train_step(policy, optimizer, schedule, turns, step, config, accelerator)
@@ -3508,6 +3533,8 @@ def best_speedups(turns: list[Turn], until: float = math.inf) -> dict[str, list[
     """A task's trajectories' speedups: the fastest correct kernel before turn `until`, or 0 (5)."""
     tasks: dict[str, dict[int, float]] = {}
     for turn in turns:
+        if turn.verdict.outcome == "judge_error":  # says nothing of the kernel
+            continue
         best = tasks.setdefault(turn.task, {})
         speedup = turn.verdict.speedup if turn.turn < until else 0.0
         best[turn.trajectory] = max(best.get(turn.trajectory, 0.0), speedup)
@@ -3534,6 +3561,8 @@ def interval(values: list[float]) -> tuple[float, float]:
 def evaluation_row(turns: list[Turn]) -> dict[str, float]:
     """The paper's Table 1 (5): best@k and avg@k of MEASURES, mean over tasks, with intervals."""
     tasks, row = best_speedups(turns), {}
+    if not tasks:
+        raise UserError("the judge failed on every turn; --resume RUN judges them again")
     for name, measure in MEASURES.items():
         values = [[measure(s) for s in best] for best in tasks.values()]
         for kind, over in (("best", max), ("avg", mean)):
@@ -3610,9 +3639,11 @@ def evaluate(config: Config) -> None:
         policy = load_policy(config)
     run, results = open_run(config, "eval"), {}
     log = run / "turns.jsonl"
-    recorded = {turn.key: turn.light() for turn in read_turns(log)}
+    recorded = latest_turns([(turn.light() for turn in read_turns(log))])
     with Judge("cpu" if config.tiny else "cuda", config.cache, config.build_jobs,
-               config.unsafe) as judge:
+               config.unsafe) as judge, contextlib.ExitStack() as stack:
+        if config.api_base:  # or what is queued would still be sent after a fault
+            stack.callback(policy.pool.shutdown, wait=False, cancel_futures=True)
         write_whole(run / "sandbox.json", json.dumps(judge.layers).encode())
         longest = config.max_prompt_tokens + config.max_new_tokens
         engine = policy if config.api_base else Engine(policy, config.max_batch, config.temperature,
@@ -3846,7 +3877,8 @@ def read_run(folder: Path, number: int) -> dict:
         listed = {"turn": turn.turn + 1, "outcome": turn.verdict.outcome,
                   "speedup": turn.verdict.speedup, "score": turn.score}
         found[turn.key] = listed, zlib.compress(json.dumps(slim_turn(turn)).encode(), 1)
-    rows = [json.loads(line) for line in read_lines(folder / "metrics.jsonl")]
+    lines = map(json.loads, read_lines(folder / "metrics.jsonl"))
+    rows = list({line["step"]: line for line in lines}.values())
     results = folder / "results.json"
     results = json.loads(results.read_text()) if results.exists() else {}
     series = {re.sub(r"\d+$", lambda index: f"turn {int(index[0]) + 1}", key): (

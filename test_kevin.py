@@ -18,6 +18,7 @@ import http.server
 import importlib.util
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -1891,6 +1892,15 @@ def small_pages(monkeypatch):
     monkeypatch.setattr(kevin, "SPARE_PAGES", 0)
 
 
+def test_an_end_at_the_limit_is_an_end_and_anything_else_there_a_cut(policy, monkeypatch):
+    [cut] = sample(policy, [request(5, 6)])
+    assert (cut.finish_reason, len(cut.completion_ids)) == ("length", 6)
+    assert cut.completion_ids[-1] not in cut.completion_ids[:-1]
+    monkeypatch.setattr(policy, "eos_ids", {cut.completion_ids[-1]})
+    [ended] = sample(policy, [request(5, 6)])
+    assert (ended.finish_reason, ended.completion_ids) == ("stop", cut.completion_ids)
+
+
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16])
 def test_equal_prompts_are_computed_once_and_sampled_as_if_alone(policy, small_pages, monkeypatch,
                                                                  length):
@@ -2051,13 +2061,13 @@ def as_kernel(ids):
 
 
 def roll(policy, judge, decode=as_kernel, max_batch=8, seed=0, on_turn=lambda turn: None,
-         indices=range(4)):
+         indices=range(4), step=2, weight=0.3):
     """The turns of four trajectories of three turns, in the order of their reports."""
     engine, turns = kevin.Engine(policy, max_batch, 0.9, 4096), []
     chat = types.SimpleNamespace(render=policy.render, decode=decode,
                                  control_tokens=policy.control_tokens)
-    config = kevin.Config(turns=3, seed=seed, correct_weight=0.3)
-    start = [kevin.Trajectory(TASK, 2, index) for index in indices]
+    config = kevin.Config(turns=3, seed=seed, correct_weight=weight)
+    start = [kevin.Trajectory(TASK, step, index) for index in indices]
     kevin.rollout(engine, judge, chat, start, config, 6,
                   lambda turn: (turns.append(turn), on_turn(turn), turn)[2])
     assert [t.turns for t in start] == [[u for u in turns if u.trajectory == i] for i in indices]
@@ -2086,6 +2096,8 @@ def test_an_answer_without_a_kernel_scores_zero_and_equal_kernels_are_judged_onc
     assert all(t.verdict.outcome == "no_code" and t.score == 0 for t in missing)
     assert all(t.score == pytest.approx(0.3 + len(t.kernel)) for t in present)
     assert judge.checked == len({t.kernel for t in present})
+    heavier = [t.score for t in roll(talker, StubJudge(), weight=0.5) if t.kernel]
+    assert heavier == pytest.approx([t.score + 0.2 for t in present])
     judge = StubJudge()
     roll(talker, judge, lambda ids: f"{ids}</think>```\nsame\n```")  # whatever was thought
     assert judge.checked == 1
@@ -2103,6 +2115,8 @@ def test_equal_seeds_give_equal_turns_for_any_batch_size(talker):
 
     first = sampled()
     assert sampled(max_batch=2) == first != sampled(seed=1)
+    later = sampled(step=3)
+    assert all(later[3, *key[1:]] != ids for key, ids in first.items()), "a step draws anew"
     assert sampled(indices=[2]) | sampled(indices=[0, 3, 1]) == first  # as if on two processes
     assert len(set(first.values())) == len(first)
 
@@ -2126,6 +2140,62 @@ def test_a_slow_build_holds_up_its_own_trajectory_only(talker):
     rescue.cancel()
     assert not late, "the others waited for the slow build"
     assert order == ["quick"] * 9 + ["slow"] + ["quick"] * 2
+
+
+class ScriptedEngine:
+    """Answers are numbers; an answer takes as many steps as takes() says, and slots are endless."""
+
+    def __init__(self, takes=lambda number: 1):
+        self.takes, self.active, self.steps, self.asked = takes, [], 0, 0
+
+    def __len__(self):
+        return len(self.active)
+
+    def add(self, request):
+        self.active.append([request, self.takes(self.asked), self.asked])
+        self.asked += 1
+
+    def step(self):
+        self.steps += 1
+        for row in self.active:
+            row[1] -= 1
+        done = [row for row in self.active if not row[1]]
+        self.active = [row for row in self.active if row[1]]
+        for request, _, number in done:
+            request.completion_ids, request.finish_reason = [number], "stop"
+        return [row[0] for row in done]
+
+
+def scripted(engine, judge, count, turns, decode=lambda ids: f"x</think>```\n{ids}\n```"):
+    """The turns of a rollout whose answers are numbers."""
+    found, chat = [], types.SimpleNamespace(render=lambda _: ("", [1]), control_tokens=(),
+                                            decode=decode)
+    kevin.rollout(engine, judge, chat, [kevin.Trajectory(TASK, 0, i) for i in range(count)],
+                  kevin.Config(turns=turns), 6, lambda turn: (found.append(turn), turn)[1])
+    return found
+
+
+def test_the_last_trajectories_of_a_rollout_do_not_wait_for_each_other():
+    # three of sixteen have three short turns left while one answer is long
+    engine = ScriptedEngine(lambda number: 100 if number == 0 else 1 if number < 13 else 10)
+    scripted(engine, StubJudge(), 16, 1)
+    assert engine.steps == 100
+    lengths = {0: 100, 1: 10, 2: 10}
+    engine = ScriptedEngine(lambda number: lengths.get(number, 1 if number < 16 else 10))
+    turns = scripted(engine, StubJudge(), 16, 4)
+    assert len(turns) == 64
+    first = next(i for i, t in enumerate(turns) if (t.trajectory, t.turn) == (0, 0))
+    assert sum(t.trajectory != 0 for t in turns[:first]) == 60, "all others were through by then"
+
+
+@pytest.mark.parametrize("kernels", [1, 2])
+def test_a_judge_that_only_fails_ends_the_rollout_whatever_comes_between(kernels):
+    judge, reported = StubJudge(), []
+    judge.check = lambda *_: kevin.Verdict("judge_error", message="GPU lost")
+    with pytest.raises(kevin.JudgeFault, match="16 times in a row: GPU lost"):
+        scripted(ScriptedEngine(), judge, 4, 100, lambda ids: (
+            reported.append(ids), f"x</think>```\n{ids}\n```" if ids[0] % kernels == 0 else "")[1])
+    assert len(reported) < 200
 
 
 # ---- 11. GRPO loss and update --------------------------------------------------------------------
@@ -2198,6 +2268,34 @@ def fresh(tokenizer):
     """(policy, samples) that a test may change."""
     policy = small_policy(tokenizer)
     return policy, kevin.store_logprobs(policy, make_turns(), CONFIG)
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "clipped"), [
+    (1.0, 1.25, 0), (1.0, 1.35, 1), (-1.0, 0.85, 0), (-1.0, 0.75, 1)])
+def test_an_update_clips_at_the_configurations_two_bounds(tokenizer, advantage, ratio, clipped):
+    policy = small_policy(tokenizer)
+    samples = [(turn, old - math.log(ratio), ref) for turn, old, ref in
+               kevin.store_logprobs(policy, make_turns([advantage]), CONFIG)]
+    assert step(policy, samples, count=1)[0]["policy/clip_fraction"] == clipped
+
+
+def test_the_kl_term_pulls_an_update_back_to_the_base(tokenizer):
+    config = replace(CONFIG, kl=5.0)
+    policies = [small_policy(tokenizer) for _ in range(2)]
+    samples = kevin.store_logprobs(policies[0], make_turns([0.0, 0.0]), config)
+    still, pulled = (step(p, samples, config=c, count=2)[1]
+                     for p, c in zip(policies, (CONFIG, config)))
+    assert still.norm() == 0 < pulled.norm()
+
+
+def test_dropout_of_the_base_model_is_off_in_updates(tokenizer):
+    lm = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE, attention_dropout=0.5))
+    lm.model.layers[0].register_module("extra", torch.nn.Dropout(0.5))
+    policy = kevin.with_adapter(lm.eval(), tokenizer, 8, 16)
+    move_adapter(policy)
+    metrics, _ = step(policy, kevin.store_logprobs(policy, make_turns(), CONFIG))
+    assert metrics["policy/clip_fraction"] == 0
+    assert policy.lm.base_model.model.model.layers[0].extra.p == 0
 
 
 def test_the_first_gradient_is_reinforce_over_count_and_constant_length(fresh):
@@ -2325,6 +2423,8 @@ def test_a_step_of_junk_ends_the_run_before_it_is_learned(tmp_path):
     stubs = {"Policy.decode": lambda self, ids: "again and " * 500}
     with pytest.raises(kevin.UserError, match="step 1: 100% of the answers are junk"):
         train(tmp_path / "run", stubs, stop_on_junk=0.9)
+    [line] = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["health/junk"] == 1, "what ended it is on record"
     assert not kevin.checkpoints(tmp_path / "run")
     assert len(list(kevin.read_turns(tmp_path / "run/turns.jsonl"))) == 12
     train(tmp_path / "other", stubs, steps=1)
@@ -2409,6 +2509,18 @@ def test_both_updates_get_half_of_the_turns_and_the_processes_share_each_half(mo
     assert dealt == list(range(20))
     assert shares[::4] == shares[2::4] and shares[1::4] == shares[3::4]
     assert all(abs(len(a) - len(b)) <= 1 for a in shares for b in shares)
+
+
+def test_the_halves_of_a_step_are_drawn_anew_in_every_step(monkeypatch):
+    turns, halves = make_turns([float(i) for i in range(20)]), []
+    monkeypatch.setattr(kevin, "store_logprobs", lambda policy, mine, config: (
+        halves.append({t.trajectory for t in mine}), [])[1])
+    monkeypatch.setattr(kevin, "update", lambda *_: {})
+    world = types.SimpleNamespace(process_index=0, num_processes=1, reduce=None)
+    schedule = types.SimpleNamespace(get_last_lr=lambda: [1.0], step=lambda: None)
+    for number in (1, 2, 1):
+        kevin.train_step(None, None, schedule, turns, number, kevin.Config(), world)
+    assert halves[:2] == halves[4:] != halves[2:4]
 
 
 def test_a_torn_last_line_is_ignored_and_cut_off(tmp_path):
@@ -2588,8 +2700,46 @@ def test_a_run_killed_before_its_checkpoint_logs_no_turn_twice(whole, tmp_path):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints/step-3")
     resume(run)
-    assert (run / "turns.jsonl").read_bytes() == (whole / "turns.jsonl").read_bytes()
+    for log in ("turns.jsonl", "metrics.jsonl"):
+        assert (run / log).read_bytes() == (whole / log).read_bytes()
     assert adapter(run) == adapter(whole)
+
+
+def test_eager_is_timed_anew_in_every_step(tmp_path):
+    known = []
+
+    class Timing(TextJudge):
+        def check(self, task, build):
+            known.append(len(self.baselines))
+            self.baselines[len(known)] = 1.0
+            return super().check(task, build)
+
+    train(tmp_path / "run", {"Judge": Timing}, steps=2)
+    assert known.count(0) == 2
+
+
+def test_a_run_folder_in_use_is_refused(half):
+    code = f"""import pathlib, sys
+sys.path[:0] = [{str(ROOT)!r}]
+import kevin
+run = pathlib.Path({str(half)!r})
+kevin.open_run(kevin.Config(**kevin.stored_config(run)), "train")"""
+    other = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60)
+    assert f"run folder {half} is in use by another process" in other.stderr, "held by this one"
+
+
+def test_a_fault_judged_again_takes_the_turns_that_answered_it_with_it():
+    fault = kevin.Verdict("judge_error")
+
+    def turn(number, verdict=None, text="old"):
+        return make_turn(turn=number, verdict=verdict or kevin.Verdict("incorrect"), kernel=text)
+
+    old, fresh = [turn(0, fault), turn(1), turn(2)], [turn(0, text="new"), turn(1, text="new")]
+    other = make_turn(trajectory=7, turn=1)
+    for logs, expected in (([[*old, other]], [*old, other]), ([old, fresh[:1]], fresh[:1]),
+                           ([[*old, *fresh]], fresh), ([[*old, *fresh], [*old, *fresh]], fresh),
+                           ([old[:1], [*old, fresh[0]]], fresh[:1])):
+        assert list(kevin.latest_turns(logs).values()) == expected
 
 
 def test_training_raises_the_score_and_a_flipped_sign_lowers_it(tokenizer, tmp_path):
@@ -2739,7 +2889,12 @@ t.train({str(run)!r}, steps=1)
     assert len(list(kevin.read_turns(run / "pending/rank-1"))) == 3
     done = launch()
     assert done.returncode == 0, done.stderr[-3000:]
-    turns = {t.key: t.completion_ids for t in kevin.read_turns(run / "turns.jsonl")}
+    found = list(kevin.read_turns(run / "turns.jsonl"))
+    turns = {t.key: t.completion_ids for t in found}
+    assert len(turns) == len(found), "every rank samples its own tasks"
+    one, two = (json.loads(next(kevin.read_lines(r / "metrics.jsonl"))) for r in (whole, run))
+    for name in ("grad_norm", "learning_rate", "loss"):
+        assert two[f"policy/{name}"] == pytest.approx(one[f"policy/{name}"], rel=1e-3, abs=1e-6)
     assert turns == {t.key: t.completion_ids for t in kevin.read_turns(whole / "turns.jsonl")
                      if t.step == 0}, "as one process would have sampled"
     assert len(kevin.checkpoints(run)) == 1 and not list((run / "pending").iterdir())
@@ -2776,6 +2931,25 @@ def test_best_at_k_is_the_best_trajectory_and_avg_at_k_their_mean():
     rows = kevin.evaluation_results(turns, levels, "x")["rows"]
     held_out = rows["x, held out"]  # A and C of levels 1 and 2, solved at 2.0 and 0.5
     assert (held_out["speedup/best"], held_out["speedup/geometric"]) == (1.25, 1.0)
+
+
+def test_what_the_judge_failed_on_counts_neither_way():
+    def turn(trajectory, number, outcome, speedup=0.0):
+        return make_turn(trajectory=trajectory, turn=number, score=None,
+                         verdict=kevin.Verdict(outcome, speedup=speedup))
+
+    turns = [turn(0, 0, "correct", 2.0), turn(1, 0, "judge_error"), turn(2, 0, "incorrect"),
+             turn(2, 1, "judge_error")]
+    assert kevin.best_speedups(turns) == {"X-1": [2.0, 0.0]}
+    assert kevin.evaluation_row(turns)["speedup/avg"] == 1.0
+    with pytest.raises(kevin.UserError, match="--resume RUN"):
+        kevin.evaluation_row(turns[1:2])
+    groups = [[0.0, 2.0], [0.0, None], [0.0, 2.0]]
+    turns = [make_turn(trajectory=i, turn=n, score=s)
+             for i, row in enumerate(groups) for n, s in enumerate(row)]
+    graded = kevin.grade(turns, kevin.Config())
+    assert [t.return_ is None for t in graded] == [False, False, True, True, False, False]
+    assert [t.advantage for t in graded] == pytest.approx([-0.6, 0.6, 0, 0, -0.6, 0.6])
 
 
 def test_best_at_k_is_the_mean_of_the_maximum_over_all_choices_of_k():
@@ -2927,6 +3101,26 @@ def test_a_server_that_refuses_or_stays_broken_is_a_user_error_in_its_own_words(
     with pytest.raises(kevin.UserError, match=f"{re.escape(url)} gave no answer: .*chat.comp"):
         kevin.Server(url, kevin.Config()).ask([], 9, random.Random(1))
     assert len(server.bodies) == attempts
+
+
+def test_after_a_servers_refusal_nothing_that_is_queued_is_sent(chat_server, tmp_path):
+    url, server = chat_server
+    server.script = [{"content": "```\n14\n```"}, 401]
+    with stubbed(), pytest.raises(kevin.UserError, match="gave no answer"):
+        kevin.evaluate(kevin.Config(
+            tiny=True, tasks=str(ROOT / "tasks.jsonl"), turns=1, trajectories=20, max_batch=1,
+            out=str(tmp_path / "run"), model="m", api_base=url, max_prompt_tokens=4096))
+    time.sleep(0.5)
+    assert 2 <= len(server.bodies) < 10, "of sixty"
+
+
+def test_an_answer_that_no_encoder_takes_does_not_end_the_evaluation(chat_server):
+    url, server = chat_server
+    server.script = [{"content": "\ud800 ```\na\n```"}]
+    model = kevin.Server(url, kevin.Config(model="m"))
+    model.add(kevin.Request(None, "[]", [], 9, random.Random(1)))
+    [found] = model.step() or model.step()
+    assert model.decode(found.completion_ids).endswith("? ```\na\n```")
 
 
 def test_a_server_that_is_not_there_is_a_user_error(monkeypatch):
@@ -3410,6 +3604,9 @@ BAD_LINES = {  # command line: pattern of the line on stderr
     "train --tiny --scale odd": "--scale",
     "train --tiny --gamma 1.5": "--gamma.*1.5",
     "train --tiny --turns 0": "--turns must be positive",
+    "train --tiny --max-grad-norm -1": "--max-grad-norm must be positive",
+    "train --tiny --temperature nan": "--temperature must be positive",
+    "train --tiny --clip-low -0.2": "--clip-low must be at least 0",
     "sing": "no command sing",
     "audit {empty}": "holds no run",
     "show {empty}": "holds no run",
