@@ -2143,16 +2143,16 @@ def test_a_slow_build_holds_up_its_own_trajectory_only(talker):
 
 
 class ScriptedEngine:
-    """Answers are numbers; an answer takes as many steps as takes() says, and slots are endless."""
+    """Answers are numbers; one takes as many steps as takes(trajectory), and slots are endless."""
 
-    def __init__(self, takes=lambda number: 1):
+    def __init__(self, takes=lambda index: 1):
         self.takes, self.active, self.steps, self.asked = takes, [], 0, 0
 
     def __len__(self):
         return len(self.active)
 
     def add(self, request):
-        self.active.append([request, self.takes(self.asked), self.asked])
+        self.active.append([request, self.takes(request.owner.index), self.asked])
         self.asked += 1
 
     def step(self):
@@ -2176,16 +2176,11 @@ def scripted(engine, judge, count, turns, decode=lambda ids: f"x</think>```\n{id
 
 
 def test_the_last_trajectories_of_a_rollout_do_not_wait_for_each_other():
-    # three of sixteen have three short turns left while one answer is long
-    engine = ScriptedEngine(lambda number: 100 if number == 0 else 1 if number < 13 else 10)
-    scripted(engine, StubJudge(), 16, 1)
-    assert engine.steps == 100
-    lengths = {0: 100, 1: 10, 2: 10}
-    engine = ScriptedEngine(lambda number: lengths.get(number, 1 if number < 16 else 10))
+    engine = ScriptedEngine(lambda index: {0: 100, 1: 10}.get(index, 1))
     turns = scripted(engine, StubJudge(), 16, 4)
-    assert len(turns) == 64
     first = next(i for i, t in enumerate(turns) if (t.trajectory, t.turn) == (0, 0))
-    assert sum(t.trajectory != 0 for t in turns[:first]) == 60, "all others were through by then"
+    assert first == 60, "all others were through when the longest had its first answer"
+    assert len(turns) == 64 and engine.steps == 400
 
 
 @pytest.mark.parametrize("kernels", [1, 2])
@@ -2426,6 +2421,9 @@ def test_a_step_of_junk_ends_the_run_before_it_is_learned(tmp_path):
     [line] = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["health/junk"] == 1, "what ended it is on record"
     assert not kevin.checkpoints(tmp_path / "run")
+    train(tmp_path / "run", stubs, steps=1)
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert ["time/step" in line for line in lines] == [False, True], "gone on with all the same"
     assert len(list(kevin.read_turns(tmp_path / "run/turns.jsonl"))) == 12
     train(tmp_path / "other", stubs, steps=1)
     [line] = (tmp_path / "other/metrics.jsonl").read_text().splitlines()
