@@ -3031,8 +3031,8 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
 
 def policy_loss(logprobs, old_logprobs, advantage: float, clip_low: float = 0.2,
                 clip_high: float = 0.28, kl: float = 0.0,
-                ref_logprobs=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss summed over one sample's tokens, share of them clipped) (3.3, 6.1).
+                ref_logprobs=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss summed over one sample's tokens, share of them clipped, mean KL term) (3.3, 6.1).
 
     -sum min(r A, clip(r, 1 - low, 1 + high) A) + kl * sum(exp(d) - d - 1), r = exp(logp - old) and
     d = ref - logp, all (T,). The caller divides by N * L.
@@ -3044,10 +3044,12 @@ def policy_loss(logprobs, old_logprobs, advantage: float, clip_low: float = 0.2,
     ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()  # an overflow would be inf * 0
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantage, clipped * advantage).sum()
+    divergence = torch.zeros_like(loss)
     if kl:
         difference = (ref_logprobs - logprobs).clamp(-20, 20)
-        loss = loss + kl * (difference.exp() - difference - 1).sum()
-    return loss, (clipped * advantage < ratio * advantage).float().mean().detach()
+        divergence = (difference.exp() - difference - 1).sum()
+    share = (clipped * advantage < ratio * advantage).float().mean()
+    return loss + kl * divergence, share.detach(), divergence.detach() / len(logprobs)
 
 
 @torch.no_grad()
@@ -3072,21 +3074,22 @@ def update(policy: Policy, optimizer, samples: list[tuple], count: int, config: 
     gradient does not depend on how samples are spread or skipped. reduce(tensor) sums over the
     processes: one flat all-reduce, also of a process without samples.
     """
-    parameters, totals = policy.trainable(), torch.zeros(3, dtype=torch.float64)
+    parameters, totals = policy.trainable(), torch.zeros(4, dtype=torch.float64)
     policy.train()
     with CLOCK("forward_backward"):
         for turn, old, reference in samples:
             logprobs = policy(turn.prompt_ids, turn.completion_ids, config.temperature)
-            loss, clipped = policy_loss(logprobs, old, turn.advantage, config.clip_low,
+            loss, *shares = policy_loss(logprobs, old, turn.advantage, config.clip_low,
                                         config.clip_high, config.kl, reference)
             loss = loss / (count * config.length_normalizer)
             loss.backward()
-            totals += torch.tensor([loss.item(), clipped.item(), 1.0], dtype=torch.float64)
+            numbers = [loss.item(), *(share.item() for share in shares), 1.0]
+            totals += torch.tensor(numbers, dtype=torch.float64)
     policy.eval()
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     with CLOCK("wait_ranks"):
         flat = reduce(torch.cat([g.flatten() for g in grads]))
-        loss, clipped, seen = reduce(totals.to(flat.device)).tolist()
+        loss, clipped, divergence, seen = reduce(totals.to(flat.device)).tolist()
     with CLOCK("optimizer"):
         for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
             parameter.grad = part.view_as(parameter).clone()
@@ -3098,7 +3101,8 @@ def update(policy: Policy, optimizer, samples: list[tuple], count: int, config: 
             print(f"update skipped: loss {loss}, gradient norm {norm}", file=sys.stderr)
         optimizer.zero_grad(set_to_none=True)
     return {"policy/loss": loss, "policy/clip_fraction": clipped / max(seen, 1.0),
-            "policy/grad_norm": norm, "policy/skipped": float(not sound)}
+            "policy/kl": divergence / max(seen, 1.0), "policy/grad_norm": norm,
+            "policy/skipped": float(not sound)}
 
 
 # ---- 12. Training (paper 4.4, 6.1) ---------------------------------------------------------------
@@ -3330,18 +3334,19 @@ def train_step(policy: Policy, optimizer, schedule, turns: list[Turn], step: int
         # PAPER: 3.3, old log-probs before the first update; later ones are off-policy
         with CLOCK("old_logprobs"):
             shares.append(store_logprobs(policy, mine, config))
-    skipped = rate = 0.0
+    skipped = rate = limited = 0.0
     for part, share in zip(parts, shares):
         rate = schedule.get_last_lr()[0]
         metrics = update(policy, optimizer, share, len(part), config, accelerator.reduce)
         skipped += metrics.pop("policy/skipped", 0.0)
+        limited += metrics.get("policy/grad_norm", 0.0) > config.max_grad_norm
         schedule.step()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the judge's workers need it
     gaps = [(old.cpu() - torch.tensor(turn.sampling_logprobs)).abs().mean().item()
             for share in shares for turn, old, _ in share]
     return metrics | {"policy/sampling_gap": mean(gaps), "policy/learning_rate": rate,
-                      "policy/skipped_updates": skipped}
+                      "policy/skipped_updates": skipped, "policy/limited_updates": limited}
 
 
 def keep_best(group: list[Trajectory], beam: int) -> list[Trajectory]:

@@ -2201,7 +2201,7 @@ def test_a_judge_that_only_fails_ends_the_rollout_whatever_comes_between(kernels
 def test_the_ratio_is_clipped_only_where_it_would_go_too_far(ratio, advantage, cut):
     old = torch.tensor([-1.0], dtype=torch.float64)
     logprobs = (old + torch.tensor(ratio).double().log()).requires_grad_()
-    loss, share = kevin.policy_loss(logprobs, old, advantage, 0.2, 0.28)
+    loss, share, _ = kevin.policy_loss(logprobs, old, advantage, 0.2, 0.28)
     loss.backward()
     assert loss.item() == pytest.approx(-advantage * (cut or ratio))
     assert logprobs.grad.item() == pytest.approx(0 if cut else -advantage * ratio)
@@ -2227,12 +2227,12 @@ def test_the_loss_gradient_equals_central_differences(advantage, kl):
 def test_extreme_ratios_stay_finite_and_the_kl_term_is_positive_off_equality(advantage, kl):
     logprobs = torch.tensor([0.0, -200.0, -1e4, -1.0], requires_grad=True)
     other = torch.tensor([-200.0, 0.0, -1.0, -1e4])
-    loss, _ = kevin.policy_loss(logprobs, other, advantage, kl=kl, ref_logprobs=other)
+    loss, *_ = kevin.policy_loss(logprobs, other, advantage, kl=kl, ref_logprobs=other)
     loss.backward()
     assert loss.isfinite() and logprobs.grad.isfinite().all()
     logprobs = torch.tensor([-1.0, -2.0])
     for shift in (0.0, -2.0, -0.1, 0.1, 2.0):
-        loss, _ = kevin.policy_loss(logprobs, logprobs, 0.0, kl=1.0, ref_logprobs=logprobs + shift)
+        loss, *_ = kevin.policy_loss(logprobs, logprobs, 0.0, kl=1.0, ref_logprobs=logprobs + shift)
         assert loss.item() == 0 if shift == 0 else loss.item() > 0
 
 
@@ -2281,6 +2281,12 @@ def test_the_kl_term_pulls_an_update_back_to_the_base(tokenizer):
     still, pulled = (step(p, samples, config=c, count=2)[1]
                      for p, c in zip(policies, (CONFIG, config)))
     assert still.norm() == 0 < pulled.norm()
+    policy, expected = small_policy(tokenizer), []
+    for turn, old, ref in samples:
+        d = ref - old
+        expected.append((d.exp() - d - 1).mean().item())
+    metrics, _ = step(policy, samples, config=config, count=2)
+    assert metrics["policy/kl"] == pytest.approx(sum(expected) / 2, rel=1e-4) != 0
 
 
 def test_dropout_of_the_base_model_is_off_in_updates(tokenizer):
@@ -2647,6 +2653,8 @@ def test_a_run_logs_every_turn_once_and_its_numbers_can_be_recomputed(whole, tmp
     metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics] == [0, 1, 2]
     assert metrics[1]["policy/sampling_gap"] < 1e-3 and metrics[1]["policy/grad_norm"] > 0
+    assert 2 >= metrics[1]["policy/limited_updates"] >= (metrics[1]["policy/grad_norm"] > 0.05)
+    assert any(m["policy/limited_updates"] for m in metrics)
     assert kevin.main(["audit", str(whole)]) == 0
     shutil.copytree(whole, tmp_path / "forged")
     for name in ("score", "return_", "advantage", "kernel", "feedback"):
@@ -4360,6 +4368,7 @@ def test_gpu_engine_samples_with_the_logprobs_of_a_full_forward(tokenizer, kind)
     first, pages = run(), len(engine.free)
     assert not any(engine.uses)
     graphs = len(engine.graphs)
+    assert graphs, "nothing was captured"
     move_adapter(policy)
     assert run() != first and len(engine.graphs) == graphs and len(engine.free) == pages
     before = torch.cuda.memory_allocated()
