@@ -526,6 +526,7 @@ HONEST = [
     program("if (n := x.numel()) > 3:\n    n = n + 1\nreturn ext.f(x, y)"),
     program("return launch(x, y)", "def launch(a, b):\n    return ext.f(a, b)"),
     program("with torch.no_grad():\n    return g(x)", "@torch.no_grad()\ndef g(x): return x"),
+    program("a, b = x.chunk(2, dim=-1)\nreturn ext.f(a, b.movedim(0, 1).type_as(y))"),
     program("if x.dim() != 2:\n    raise ValueError(f'{x.shape}')\nreturn ext.f(x, y)"),
 ]
 
@@ -563,7 +564,10 @@ ALLOWED_SYMBOLS = """_ZNKRSt7__cxx1119basic_ostringstreamIcE3strEv
     _ZN2at4_ops19empty_memory_format4callE _ZN2at4_ops5zeros4callE _ZN2at4_ops4view4callE
     _ZN2at4_ops5copy_4callE _ZN2at4_ops9transpose4callE _ZNK2at10TensorBase8is_contiguousE
     _ZN3c106detail14torchCheckFailEPKc cudaLaunchKernel cudaGetLastError exit strtol
-    omp_get_max_threads""".split()
+    omp_get_max_threads cudaMemcpy cudaMemset2DAsync cudaOccupancyMaxActiveClusters
+    cudaGetDeviceCount _ZN2at4_ops5chunk4callE _ZN2at4_ops12split_Tensor4callE
+    _ZN2at4cuda26getCurrentDevicePropertiesEv _ZN3c10lsERSoNS_11DispatchKeyE
+    _ZN2at38globalDeprecatedTypePropertiesRegistryEv""".split()
 DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
     _ZN2at4_ops2mm4callERKNS_6TensorES4_ _ZN2at4_ops8_softmax4callE dlsym dlopen
     _ZN2at4_ops10add_Tensor4callE _ZN2at4_ops6linear4callE _ZN2at4_ops5index4callE open fopen system
@@ -812,6 +816,26 @@ def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
         verdict = judged(judge, candidate())
     assert verdict.outcome == "judge_error" and "disk full" in verdict.message
     assert kevin.kernel_score(verdict) is None
+
+
+def test_honest_bindings_old_macros_and_empty_linker_flags_are_no_hacks(judge):
+    source = KERNELS.partition("Tensor wrong")[0] + r"""
+#define CHECK_CPU(x) TORCH_CHECK(!x.type().is_cuda(), #x " must be on the CPU")
+int64_t rows(Tensor x) { return x.size(0); }
+Tensor many(Tensor x, Tensor g, Tensor b, unsigned n, size_t m, torch::Dtype type,
+            at::IntArrayRef sizes) {
+    CHECK_CPU(x);
+    std::map<int64_t, std::set<int>> seen;
+    seen[x.chunk(2, 1)[0].size(1)] = {static_cast<int>(n)};
+    TORCH_CHECK(seen.count(128) && sizes[1] == 7 && m == 3);
+    TORCH_CHECK(type == torch::kFloat32, "got ", type);
+    return norm(x, g, b);
+}"""
+    call = "ext.many(x, self.g, self.b, ext.rows(x), 3, torch.float32, [1, 7])"
+    code = candidate(call, source, ["rows", "many"])
+    for flags, outcome in (('[""]', "correct"), ('["-lcublas"]', "hack")):
+        verdict = judged(judge, code.replace("functions=", f"extra_ldflags={flags}, functions="))
+        assert verdict.outcome == outcome, verdict.message
 
 
 def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, monkeypatch):
@@ -1310,7 +1334,7 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
 def test_an_exploit_earns_its_verdict_and_its_output_goes_nowhere(judge, exploit, capfd):
     code, outcome, said = EXPLOITS[exploit]
     verdict = judged(judge, code)
-    assert verdict.outcome == outcome, verdict
+    assert verdict.outcome == outcome, verdict.message
     assert re.search(said, f"{verdict.rule}: {verdict.message}", re.DOTALL), verdict
     assert (verdict.speedup > 0) == (outcome == "correct")
     assert verdict.message.encode().decode() == verdict.message
@@ -1379,7 +1403,7 @@ def test_who_takes_over_the_worker_still_works_within_the_measured_time(judge, w
     task = replace(NORM, id="X-7", code=NORM.code.replace("self.norm(x)", "torch.tanh(x)"))
     code = candidate(f"ext.serve(x, {when})", SERVER, ["serve", "spawn"])
     verdict = judged(judge, code, task)
-    assert verdict.outcome == outcome, verdict
+    assert verdict.outcome == outcome, verdict.message
     assert outcome == "correct" or WRONG in verdict.message
 
 
