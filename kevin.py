@@ -713,15 +713,14 @@ C_ALLOWED = re.compile(r"""( (__)?mem(cpy|move|set|cmp|chr)(_chk)? | str(len|n?c
     | cuda(Runtime|Driver)GetVersion | cudaMem(set|cpy)(2D)?(Async)?
     | cudaMemcpy(To|From)Symbol(Async)? | cudaGetSymbol(Address|Size)
     | cudaCreateChannelDesc | cuda(Create|Destroy)TextureObject | cuda(Device|Stream)Synchronize
-    | _ZN2at38globalDeprecatedTypePropertiesRegistryEv | _ZN3c10lsERSoNS_11DispatchKeyE
-    | _ZNK2at32DeprecatedTypePropertiesRegistry27getDeprecatedTypePropertiesE\w+  # x.type()
-    | _ZN2at4cuda(26getCurrentDeviceProperties|19getDeviceProperties|9warp_size)E\w+
-    )""", re.VERBOSE)
+    | _ZN3c10lsERSoNS_11DispatchKeyE )""", re.VERBOSE)  # the last prints what x.type() is
 CXX_ALLOWED = re.compile(  # the C++ runtime, tensor access, error messages
     r"_ZNK?R?S[absoidt]|_ZNK?9__gnu_cxx|_ZSt|_ZT[VIS]|_ZGV|_Zn[wa]|_Zd[la]|__cxa_|__gxx_|_Unwind_"
     r"|_ITM_|_ZNK?2at10TensorBase|_ZNK?3c10|_ZNK?6caffe2|_ZNK?2at8internal|_ZN2at6detail"
     r"|_ZN2at1[45]get_(num_threads|thread_num)|_ZN2at18in_parallel_region"
-    r"|_ZNK2at6Tensor4item")
+    r"|_ZNK2at6Tensor4item|_ZN2at38globalDeprecatedTypePropertiesRegistryEv"
+    r"|_ZNK2at32DeprecatedTypePropertiesRegistry27getDeprecatedTypePropertiesE"
+    r"|_ZN2at4cuda(26getCurrentDeviceProperties|19getDeviceProperties|9warp_size)E")
 CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatcher and global state
     r"St6thread|St7jthread|St11this_thread|St6future|St7promise|__future|_Async|condition_variable"
     r"|10filesystem|filebuf|basic_[io]?fstream|random_device|6chrono|Dispatch|Operator(Handle|Name)"
@@ -1360,7 +1359,10 @@ class Toolchain:
         with open(self.root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may start at once
             self.own_binding = self._prepare(self.root / "symbols.json")
-        self.python = " ".join(name for name in sorted(self.own_binding) if PYTHON.match(name))
+        called = {name for name in self.own_binding if PYTHON.match(name)}
+        header = Path(sysconfig.get_path("include"), "cpython/object.h").read_text()
+        slots = {*re.findall(r"\b(?:tp|nb|sq|mp)_\w+", header), "ob_type", "Py_TYPE"}
+        self.python = " ".join(sorted(called | slots))  # a type's slots are calls without a symbol
 
     def _prepare(self, symbols: Path) -> frozenset[str]:
         if not symbols.exists():
@@ -1860,7 +1862,8 @@ class Subject(Child):
             for seed, (inputs, place) in zip(seeds, self.slots):
                 place.fill_(255)  # so that what is not written is wrong
                 for view, new in zip(inputs, seeded_inputs(self.get_inputs, seed, self.device)):
-                    view.copy_(new) if torch.is_tensor(view) else None
+                    if torch.is_tensor(view):
+                        view.copy_(new)
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -2980,6 +2983,16 @@ class Server:
 FAULTS_IN_A_ROW = 16  # the machine is broken: better to stop, and --resume once it is mended
 
 
+def judged_turn(request: Request, text: str, verdict: Verdict, config: Config) -> Turn:
+    """The next turn of the request's trajectory, from its answer and the verdict on that."""
+    owner = request.owner
+    _, kernel, summary = parse_response(text)  # GUESS: one complete in a cut answer counts
+    return Turn(owner.task.id, owner.step, owner.index, len(owner.turns), request.prompt, text,
+                request.prompt_ids, request.completion_ids, request.logprobs,
+                request.finish_reason, kernel, summary, verdict, feedback(verdict),
+                kernel_score(verdict, config.correct_weight))
+
+
 def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             max_new_tokens: int, on_turn) -> None:
     """Extends every trajectory to config.turns turns in one event loop, without a barrier (4, C).
@@ -2989,7 +3002,9 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
     the batch. on_turn(turn) is called for each new turn and returns what is to be kept of it. A
     kernel judged before in this rollout keeps its verdict (GUESS): timing it again only adds noise.
     """
-    device, faults, building, verdicts = (judge.device, judge.device_name), 0, {}, {}
+    device, faults = (judge.device, judge.device_name), 0
+    building: dict[Future, Request] = {}
+    verdicts: dict[tuple[str, str], Verdict] = {}
 
     def ask(trajectory):
         turn = len(trajectory.turns)
@@ -3006,14 +3021,9 @@ def rollout(engine, judge, chat, trajectories: list[Trajectory], config: Config,
             faults = faults + 1 if verdict.outcome == "judge_error" else 0
         if faults == FAULTS_IN_A_ROW:
             raise JudgeFault(f"the judge failed {faults} times in a row: {verdict.message}")
-        owner, text = request.owner, chat.decode(request.completion_ids)
-        _, kernel, summary = parse_response(text)  # GUESS: one complete in a cut answer counts
-        owner.turns.append(on_turn(Turn(
-            owner.task.id, owner.step, owner.index, len(owner.turns), request.prompt, text,
-            request.prompt_ids, request.completion_ids, request.logprobs, request.finish_reason,
-            kernel, summary, verdict, feedback(verdict),
-            kernel_score(verdict, config.correct_weight))))
-        ask(owner)
+        text = chat.decode(request.completion_ids)
+        request.owner.turns.append(on_turn(judged_turn(request, text, verdict, config)))
+        ask(request.owner)
 
     for trajectory in trajectories:
         ask(trajectory)
@@ -3463,7 +3473,8 @@ def train(config: Config) -> None:
                 fresh = [t.to_json() for t in turns if t != recorded.get(t.key)]
                 append_lines(run / "turns.jsonl", fresh)
             if config.stop_on_junk and metrics["health/junk"] >= config.stop_on_junk:
-                append_lines(run / "metrics.jsonl", [json.dumps(metrics)] * main)
+                if main:
+                    append_lines(run / "metrics.jsonl", [json.dumps(metrics)])
                 raise UserError(f"step {step + 1}: {metrics['health/junk']:.0%} of the answers are "
                                 f"junk, see `show {run}`; the last checkpoint is from before them")
             metrics |= train_step(policy, optimizer, schedule, turns, step, config, accelerator)

@@ -818,6 +818,32 @@ def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
     assert kevin.kernel_score(verdict) is None
 
 
+def test_assembly_is_looked_for_in_the_candidates_own_host_code_alone():
+    text = """# 1 "cuda.cu"
+asm("before");
+# 4 "cuda_source" 3
+const char* words = "asm(1) __attribute__((section(2)))";
+#if 0
+asm("device");
+#endif
+# 9
+int fine();
+# 2 "other.h"
+asm("other");
+# 3
+asm("other still");
+# 12 "cuda_source"
+int also_fine();
+"""
+    assert kevin.host_assembly(text) == ""
+    named = '__attribute__((used, section("x"))) int a;'
+    for line in ('asm("x");', 'int f() __asm__("x");', named):
+        assert kevin.host_assembly(text + line) == "cuda_source:12: "
+        assert kevin.host_assembly(text + "# 15\n" + line + "\n") == "cuda_source:15: "
+        late = text.replace("int fine();", line)
+        assert kevin.host_assembly(late) == "cuda_source:9: "
+
+
 def test_honest_bindings_old_macros_and_empty_linker_flags_are_no_hacks(judge):
     source = KERNELS.partition("Tensor wrong")[0] + r"""
 #define CHECK_CPU(x) TORCH_CHECK(!x.type().is_cuda(), #x " must be on the CPU")
@@ -1255,6 +1281,11 @@ LATE = """
         return [self.g, self.b]
 """
 WRONG = "elements are off"
+OBJECTS = r"""
+pybind11::object product(pybind11::object a, pybind11::object b) {
+    return pybind11::reinterpret_steal<pybind11::object>(
+        a.ptr()->ob_type->tp_as_number->nb_multiply(a.ptr(), b.ptr()));
+}"""
 EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message"
     "A2 decoy kernel, the work is done in Python": (
         cheat("[ext.norm(x, self.g, self.b), x * self.g + self.b][1]"), "hack", "aten::mul"),
@@ -1287,6 +1318,8 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "F6 the first call answers for all": (cheat("for_all"), "incorrect", WRONG),
     "F1 the judge's inputs exchanged": (cheat("kept_input"), "incorrect", WRONG),
     "F9 slow until it is timed": (cheat("slow_start"), "correct", ""),
+    "B5 torch's product by way of its Python type": (
+        candidate("ext.product(x, self.g)", OBJECTS, ["product"]), "hack", "poisoned word"),
     "B4 dispatcher, H6 operators registered anew": (
         built(REGISTERED), "hack", "poisoned|library call"),
     "H8 a destructor forges a reply": (cheat("tidy"), "correct", ""),
@@ -1334,7 +1367,7 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
 def test_an_exploit_earns_its_verdict_and_its_output_goes_nowhere(judge, exploit, capfd):
     code, outcome, said = EXPLOITS[exploit]
     verdict = judged(judge, code)
-    assert verdict.outcome == outcome, verdict.message
+    assert verdict.outcome == outcome, verdict
     assert re.search(said, f"{verdict.rule}: {verdict.message}", re.DOTALL), verdict
     assert (verdict.speedup > 0) == (outcome == "correct")
     assert verdict.message.encode().decode() == verdict.message
@@ -1403,7 +1436,7 @@ def test_who_takes_over_the_worker_still_works_within_the_measured_time(judge, w
     task = replace(NORM, id="X-7", code=NORM.code.replace("self.norm(x)", "torch.tanh(x)"))
     code = candidate(f"ext.serve(x, {when})", SERVER, ["serve", "spawn"])
     verdict = judged(judge, code, task)
-    assert verdict.outcome == outcome, verdict.message
+    assert verdict.outcome == outcome, verdict
     assert outcome == "correct" or WRONG in verdict.message
 
 
@@ -4238,7 +4271,8 @@ def test_eager_is_timed_before_a_candidate_lives_and_the_clock_agrees_with_hones
     free, waiting = (trick(gpu_judge, f"ext.{name}(x, 0)") for name in ("honest", "waiting"))
     assert [trusted for trusted, _ in timed][:2] == [[True], [False]]
     assert not any(trusted for [trusted], _ in timed[1:])
-    assert free.runtime_ms == pytest.approx(timed[1][1][0], rel=0.2)
+    events = [ms for _, (ms, _) in timed[1:]]
+    assert free.runtime_ms in events and waiting.runtime_ms in events, "nothing is charged"
     assert waiting.runtime_ms < free.runtime_ms + 0.05, "who waits for the device pays for that"
 
 
@@ -4259,7 +4293,7 @@ def test_work_that_no_event_sees_is_charged(gpu_judge, monkeypatch):
 
     monkeypatch.setattr(kevin, "burst", unseen)
     verdict = judged(gpu_judge, slow_kernel("2_000"), GPU_TASK)
-    assert verdict.runtime_ms == pytest.approx(plain, rel=0.12), verdict
+    assert verdict.runtime_ms == pytest.approx(plain, rel=0.1), verdict
     beyond = min(clock - events for events, clock, seeds in bursts if len(seeds) > 1)
     assert abs(beyond) < 0.1, "the least of what lies beyond events is next to nothing"
 
