@@ -528,26 +528,30 @@ def feedback(verdict: Verdict) -> str:
 
 # Allow-lists over the syntax tree. DEPARTS: the paper looks for words in the text, which rejects
 # comments and misses aliases, methods and operators.
-IMPORTS = set("""torch torch.nn torch.nn.Module torch.nn.Parameter torch.nn.init torch.Tensor math
-    torch.utils torch.utils.cpp_extension torch.utils.cpp_extension.load_inline typing
-    typing.Optional typing.List typing.Tuple""".split())
-NAMES_ALLOWED = re.compile(r"""math\.\w+ | typing\.(Optional|List|Tuple) | torch\.(
-    (empty|zeros|ones|full)(_like)? | empty_strided | randn? | tensor | arange | double | half
-    | b?float(16|32|64)? | u?int(8|16|32|64)? | long | bool | dtype | device | Size | Tensor
+MODULES = set("""torch torch.nn torch.nn.init torch.nn.parameter torch.nn.functional torch.utils
+    torch.utils.cpp_extension math typing""".split())  # to import, not to hand on
+NAMES_ALLOWED = re.compile(r"""math\.\w+ | __future__\.annotations
+    | typing\.(Any|Callable|Dict|Final|Iterable|List|Literal|Optional|Sequence|Set|Tuple|Union)
+    | torch\.( (empty|zeros|ones|full)(_like)? | empty_strided | randn? | tensor | arange | double
+    | half | b?float(16|32|64)? | u?int(8|16|32|64)? | long | bool | dtype | device | Size | Tensor
+    | is_tensor | numel | reshape | (un)?flatten | permute | transpose | (un)?squeeze | narrow
+    | select | movedim | swapaxes | broadcast_to | chunk | split | unbind | clone
     | \w+_format | channels_last(_3d)? | no_grad | inference_mode | nn | utils
-    | utils\.cpp_extension(\.load_inline)? | nn\.parameter(\.Parameter)?
+    | utils\.cpp_extension(\.load_inline)? | nn\.parameter(\.Parameter)? | nn\.functional
     | nn\.init(\.\w+_|\.calculate_gain)?
     | nn\.(Module|Parameter)(List|Dict)? )""", re.VERBOSE)  # PAPER: its code has these of torch.nn
-MODULES = {name for name in IMPORTS if name.islower() and not name.endswith("load_inline")}
-METHODS = set("""shape size dim ndim numel dtype device stride is_contiguous is_cuda contiguous
-    view view_as reshape reshape_as permute transpose t T mT flatten unflatten squeeze unsqueeze
-    expand expand_as narrow unbind chunk swapaxes movedim broadcast_to unfold type_as detach data
-    clone copy_ fill_ zero_ to float item new_empty new_zeros new_ones new_full element_size
-    requires_grad weight bias append extend items keys values join format strip replace split lower
-    upper get index""".split())
-BUILTINS = set("""abs all any bool dict divmod enumerate float int isinstance len list max min print
-    range reversed round set sorted str sum super tuple zip staticmethod ValueError RuntimeError
-    TypeError AssertionError __name__""".split())
+METHODS = set("""shape size dim ndim numel nelement nbytes itemsize dtype layout device get_device
+    stride is_contiguous is_cuda is_floating_point contiguous view view_as reshape reshape_as
+    permute transpose t T mT flatten unflatten ravel squeeze unsqueeze expand expand_as repeat
+    narrow select unbind chunk swapaxes movedim broadcast_to unfold type type_as detach data clone
+    copy_ fill_ zero_ uniform_ normal_ to cuda float half bfloat16 double int long item new_empty
+    new_zeros new_ones new_full element_size requires_grad weight bias append extend insert pop copy
+    items keys values join format strip startswith replace split lower upper get index
+    bit_length""".split())
+BUILTINS = set("""abs all any bool dict divmod enumerate filter float hasattr int isinstance iter
+    len list map max min next pow print range repr reversed round set slice sorted str sum super
+    tuple zip staticmethod AssertionError Exception IndexError KeyError NotImplementedError
+    RuntimeError TypeError ValueError __name__""".split())
 BANNED = {ast.Try: "try", ast.TryStar: "try", ast.Pass: "pass", ast.Global: "global",
           ast.Nonlocal: "nonlocal", ast.Delete: "del", ast.AsyncFunctionDef: "async",
           ast.Await: "await", ast.Yield: "yield", ast.YieldFrom: "yield", ast.MatMult: "@",
@@ -570,6 +574,12 @@ def dotted(node: ast.AST) -> str:
     return f"{root}.{node.attr}" if root else ""
 
 
+def full_name(node: ast.AST, aliases: dict[str, str]) -> str:
+    """A dotted name with its import resolved, "" of a name that no import binds."""
+    root, dot, rest = dotted(node).partition(".")
+    return aliases[root] + dot + rest if root in aliases else ""
+
+
 def bound_name(node: ast.AST) -> str:
     """The name that an assignment, argument, function or class binds, "" of other nodes."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -586,19 +596,24 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
             whole = isinstance(node, ast.Import)
             full = alias.name if whole else f"{'.' * node.level}{node.module}.{alias.name}"
-            if full not in IMPORTS or node not in tree.body:
+            allowed = full in MODULES or not whole and NAMES_ALLOWED.fullmatch(full)
+            if not allowed or node not in tree.body:
                 raise Violation("import", node, f"`{full}` may not be imported here")
             short = alias.asname or alias.name.split(".")[0]
             aliases[short] = full.split(".")[0] if whole and not alias.asname else full
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    if [c.name for c in classes] != ["ModelNew"] or classes[0] not in tree.body:
-        raise Violation("ModelNew", (classes or [None])[0], "there must be one class, ModelNew")
+    others = [c for c in classes if c.name != "ModelNew" or c not in tree.body] + classes[1:]
+    if others or not classes:
+        text = "there must be one class, ModelNew, and no other"
+        raise Violation("ModelNew", others[0] if others else None, text)
     model = classes[0]
     base = dotted(model.bases[0]) if len(model.bases) == 1 else ""
     if base not in ("nn.Module", "torch.nn.Module", "Module") or model.keywords:
         raise Violation("ModelNew", model, "ModelNew must inherit from nn.Module and nothing else")
     methods = [node for node in model.body if isinstance(node, ast.FunctionDef)]
-    first = [node.args.args[0] for node in methods if node.args.args and not node.decorator_list]
+    first = [node.args.args[0] for node in methods if node.args.args and not {
+        full_name(getattr(d, "func", d), aliases) for d in node.decorator_list
+    } - {"torch.no_grad", "torch.inference_mode"}]
     own = [argument for node in ast.walk(tree) if isinstance(node, ast.Call)
            and dotted(node.func) == "super" for argument in node.args]
     for node in ast.walk(tree):
@@ -617,10 +632,9 @@ def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
     for _ in range(3):  # a handle may be handed on
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                called = dotted(node.value.func) if isinstance(node.value, ast.Call) else ""
-                root, dot, rest = called.partition(".")
-                full = aliases.get(root, root) + dot + rest
-                if full == "torch.utils.cpp_extension.load_inline" or dotted(node.value) in handles:
+                called = full_name(getattr(node.value, "func", node), aliases)
+                if called == "torch.utils.cpp_extension.load_inline" \
+                        or dotted(node.value) in handles:
                     handles.add(dotted(node.targets[0]))
     bound = [bound_name(node) for node in ast.walk(tree)]
     return {name for name in handles - {""} if bound.count(name) == 1}
@@ -638,8 +652,8 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
     loads = isinstance(getattr(node, "ctx", None), ast.Load)
     if isinstance(node, ast.Name) and loads and node.id not in known:
         raise Violation("name", node, f"`{node.id}` is not defined here")
-    root, dot, rest = dotted(node).partition(".")
-    if aliases.get(root, "") + dot + rest in MODULES and id(node) not in inner:
+    full = full_name(node, aliases)
+    if full in MODULES and id(node) not in inner:
         raise Violation("name", node, f"`{dotted(node)}` is a module and may not be handed on")
     if not isinstance(node, ast.Attribute):
         return
@@ -653,8 +667,7 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
         raise Violation("torch operator", node, "`self.compile` is the framework's compiler")
     if "__" in name or name[0] == "_" and base != "self":
         raise Violation("dunder", node, f"`.{name}` may not be used")
-    if root in aliases:
-        full = aliases[root] + chain[len(root):]
+    if full:
         if not NAMES_ALLOWED.fullmatch(full):
             raise Violation("torch operator", node, f"`{full}` does not allocate or name a type")
     elif base != "self" and base not in handles and name not in METHODS:
@@ -698,6 +711,7 @@ OPERATORS_ALLOWED = re.compile(r"""( (empty|zeros|ones|full)(_like)? | new_(empt
     | numpy_T | (un)?flatten | (un)?squeeze | select | slice | narrow | as_strided | detach | alias
     | to_(dtype|device|other) | item | unbind | _local_scalar_dense | is_pinned | lift_fresh
     | movedim | swapaxes | broadcast_to | chunk | split | unfold | type_as | data | set_data
+    | ravel | repeat | mT
     )(_\w+)?""", re.VERBOSE)
 C_ALLOWED = re.compile(r"""( (__)?mem(cpy|move|set|cmp|chr)(_chk)? | str(len|n?cmp|chr) | malloc
     | free | [cr]e?alloc | aligned_alloc | posix_memalign | abort | (__)?[fsv]*n?printf(_chk)?
@@ -1041,7 +1055,9 @@ class Worker:
                     "ldflags": extra_ldflags}
             calls.append({k: [v] if isinstance(v, str) else list(v or ()) for k, v in call.items()})
             if names is None:
-                return types.SimpleNamespace(**dict.fromkeys(calls[-1]["functions"]))
+                module = types.ModuleType(name)
+                module.__getattr__ = lambda name: None  # whatever it will define
+                return module
             name, fd = next(built)
             loader = importlib.machinery.ExtensionFileLoader(name, f"/proc/self/fd/{fd}")
             module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
@@ -1196,8 +1212,8 @@ OPERATORS = ("empty", "empty_like", "zeros", "zeros_like", "ones", "ones_like", 
 LIGHT_HEADER = "\n".join([
     "#pragma once", "#define AT_PER_OPERATOR_HEADERS", "#include <ATen/core/Tensor.h>",
     "#include <ATen/TensorOperators.h>", "#include <c10/util/Exception.h>",
-    *[f"#include <{name}>" for name in ("algorithm", "array", "cmath", "iostream", "map", "numeric",
-                                        "set", "string", "tuple", "vector")],
+    *[f"#include <{name}>" for name in ("algorithm", "array", "cmath", "iomanip", "iostream",
+                                        "map", "numeric", "set", "string", "tuple", "vector")],
     *[f"#include <ATen/ops/{name}.h>" for name in OPERATORS],
     "namespace torch {", "using namespace at;", "using std::nullopt;", "using std::optional;",
     "using Dtype = at::ScalarType;", "inline std::optional<Device> device_of(const Tensor& t) {",
@@ -1205,7 +1221,9 @@ LIGHT_HEADER = "\n".join([
     *[f"constexpr auto k{new} = at::k{old};" for new, old in (
         ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"),
         ("Int64", "Long"), ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
-    "namespace at { using torch::device_of; }", ""])
+    "namespace at {", "using torch::device_of;", "using torch::NoGradGuard;",
+    *[f"struct {name} {{ template <class T> explicit {name}(const T&) {{}} }};"  # one device
+      for name in ("DeviceGuard", "OptionalDeviceGuard")], "}", ""])
 HEADERS = {  # the full headers' names, and those that every operator includes and none needs
     **dict.fromkeys(("torch/extension.h", "torch/types.h", "torch/all.h", "torch/torch.h",
                      "torch/script.h", "torch/python.h", "torch/nn.h", "ATen/ATen.h",
@@ -1224,6 +1242,9 @@ HEADERS = {  # the full headers' names, and those that every operator includes a
     "kevin_binding.h": "".join(f"#include <{name}>\n" for name in (
         "kevin_light.h", "torch/csrc/utils/pybind.h", "torch/csrc/Exceptions.h", "iostream",
         "signal.h", "pybind11/numpy.h", "pybind11/functional.h"))}
+NO_MODULE = """#define PYBIND11_MODULE(name, m) \\
+    static_assert(false, "PYBIND11_MODULE is for cpp_sources; or name what to bind in functions");\\
+    template <class T> void kevin_no_module(T m)"""
 SAMPLE = """std::vector<torch::Tensor> f(torch::Tensor a, std::vector<torch::Tensor> b,
     std::optional<torch::Tensor> c, int64_t d, double e, bool g, std::string h,
     std::vector<int64_t> i) { return {a}; }
@@ -1377,8 +1398,8 @@ class Toolchain:
             headers = ["kevin_binding.h"] + ["kevin_syntax.h"] * (self.device == "cuda")
             for header in (self.include / name for name in headers):
                 run_tool(*self.cxx, "-x", "c++-header", header, "-o", f"{header}.gch")
-            functions = ["f", "k", "n"]
-            self.write(self.root, "sample", {"cpp": [SAMPLE], "cuda": [], "functions": functions})
+            sample = {"cpp": [SAMPLE], "cuda": [], "flags": [], "functions": ["f", "k", "n"]}
+            self.write(self.root, "sample", sample)
             run_tool(*self.cxx, "-DTORCH_EXTENSION_NAME=sample", "-shared", "-Wl,--gc-sections",
                      self.root / "main.cpp", "-o", library)
             libm = Path(run_tool("g++", "-print-file-name=libm.so.6").strip())
@@ -1393,12 +1414,15 @@ class Toolchain:
         ops = ops / "include/ATen/ops"
         named = sorted(set(re.findall(r"\b(?:torch|at)::(\w+)", text)) - set(OPERATORS))
         extra = [f"#include <ATen/ops/{n}.h>" for n in named if (ops / f"{n}.h").exists()]
-        extra += [f"#include <ATen/{header}.h>" for word, header in (
-            ("AT_DISPATCH", "Dispatch"), ("parallel_for", "Parallel")) if word in text]
+        extra += [f"#include <{header}.h>" for word, header in (
+            ("AT_DISPATCH", "ATen/Dispatch"), ("parallel_for", "ATen/Parallel"),
+            ("CUDA_VERSION", "cuda")) if word in text and (call["cuda"] or header != "cuda")]
+        macros = re.findall(r"^-D([A-Za-z_]\w*)(?:=([\w.+-]+))?$", "\n".join(call["flags"]), re.M)
+        defined = [f"#define {name} {value or 1}" for name, value in dict.fromkeys(macros)]
         lines = ['#include "kevin_binding.h"', *extra,  # the binding at -O1 costs half as much
                  "#pragma GCC push_options", '#pragma GCC optimize("O3")',
-                 f"#pragma GCC poison {POISONED} {self.python}", '#line 1 "cpp_source"',
-                 *call["cpp"], "#pragma GCC pop_options"]
+                 f"#pragma GCC poison {POISONED} {self.python}", *defined,
+                 '#line 1 "cpp_source"', *call["cpp"], "#pragma GCC pop_options"]
         if call["functions"]:
             wrap = 'm.def("{0}", torch::wrap_pybind_function({0}), "{0}");'.format
             bound = map(wrap, call["functions"])
@@ -1408,11 +1432,12 @@ class Toolchain:
         objects = [[*self.cxx, define, "-c", "main.cpp", "-o", "main.o"]]
         if call["cuda"]:
             head = ["#include <torch/types.h>", "#include <cuda_runtime.h>"]
-            files["cuda.cu"] = [*head, *extra, '#line 1 "cuda_source"', *call["cuda"], ""]
-            text = "\n".join(['#include "kevin_syntax.h"', *files["cuda.cu"][2:]])
+            source = [*extra, NO_MODULE, *defined, '#line 1 "cuda_source"', *call["cuda"], ""]
+            files["cuda.cu"] = head + source
+            text = "\n".join(['#include "kevin_syntax.h"', *source])
             files["check.cpp"] = [re.sub(r"<<<.*?>>>", lambda m: "\n" * m.group().count("\n"), text,
                                          flags=re.DOTALL)]
-            fast = ["--use_fast_math"] * ("--use_fast_math" in call["flags"])
+            fast = ["--use_fast_math"] * any(f.endswith("-use_fast_math") for f in call["flags"])
             objects.append([*self.cuda, define, *fast, "--keep", "-c", "cuda.cu", "-o", "cuda.o"])
         for file in ("cpp", "cuda"):  # for the lines that a compiler shows below its message
             files[f"{file}_source"] = call[file]
@@ -1437,6 +1462,10 @@ class Toolchain:
             # device code's object holds no binding
             foreign += foreign_symbols(names, self.own_binding) if options else [
                 name for name in names if PYTHON.match(name)]
+        if foreign and all(re.match(r"_Z\d+(?!THP)", name) for name in foreign):
+            # torch's functions are in namespaces: these are declared here, and defined nowhere
+            called = run_tool("c++filt", *foreign[:3]).split("\n")
+            raise Rejected("compile_error", "", f"undefined reference to {', '.join(called)}")
         if foreign:
             called = run_tool("c++filt", *foreign[:5]).splitlines()
             name = called[0].replace("(anonymous namespace)", "").split("(")[0]

@@ -458,9 +458,10 @@ HACKS = {
     "syntax": ["x = (", "x = 1\0"],
     "import": [program("import math\nreturn ext.f(x, y)")]
     + [program(top=top) for top in (
-        "import os\nimport numpy as np\nfrom os import path\nimport torch.nn.functional as F\n"
-        "from torch.nn import functional\nfrom torch import matmul as m\nfrom torch import *\n"
-        "from . import torch").split("\n")],
+        "import os\nimport numpy as np\nfrom os import path\nfrom torch.nn.functional import relu\n"
+        "from torch import matmul as m\nfrom torch import *\nfrom . import torch\n"
+        "from typing import get_type_hints\nfrom torch.nn import Linear\nimport torch.linalg\n"
+        "from math import *\nfrom torch.utils import data").split("\n")],
     "ModelNew": ["import torch"]
     + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
     + [program(top="class Other:\n    x = 1"), program("class Inner:\n    x = 1\nreturn x")],
@@ -484,13 +485,17 @@ HACKS = {
     + [program(top=f"@torch.{d}\ndef g(x): return x") for d in ("jit.script", "compile")]
     + [program('with torch.autocast("cpu"):\n    return x')]
     + returning("t.relu(x)", "import torch as t")
+    + returning("F.relu(x)", "import torch.nn.functional as F")
+    + returning("F.relu(x)", "from torch.nn import functional as F")
     + returning("u.functional.relu(x)", "from torch import nn as u"),
     "assignment": [program(top="nn.Module.forward = 1"), program("x.data = y\nreturn x")]
     + [program(init=i) for i in ("torch.float32 = 1", "torch.backends.cudnn.enabled = False")],
     "name": returning(
         'getattr(x, "soft" + "max")(1) | exec("x") | eval("x") | open("a") | __import__("os") | '
         "globals() | vars(x) | type(x) | setattr(x, y, y) | (torch := x)")
-    + [program(end="@property\ndef g(self):\n    return 1")]
+    + returning("next(map(F, [x]))", "import torch.nn.functional as F")
+    + [program(end=f"@{d}\ndef g(self):\n    return 1") for d in (
+        "property", "ext.no_grad", "ext.no_grad()", "staticmethod")]
     + [program("for math in [x]:\n    y = x\nreturn y"), program(top="load_inline = print")]
     + [program("return g(x)", "def g(self):\n    return self.softmax(1)")]
     + [program("return g(x)", "def g(math):\n    return math.exp()")],
@@ -528,6 +533,19 @@ HONEST = [
     program("with torch.no_grad():\n    return g(x)", "@torch.no_grad()\ndef g(x): return x"),
     program("a, b = x.chunk(2, dim=-1)\nreturn ext.f(a, b.movedim(0, 1).type_as(y))"),
     program("if x.dim() != 2:\n    raise ValueError(f'{x.shape}')\nreturn ext.f(x, y)"),
+    program(top="import torch.nn.functional as F"),
+    "from __future__ import annotations\n" + program(),
+    program("return ext.f(x, y) * sqrt(2)", "from math import sqrt, pi as p"),
+    program(top="from typing import Any, Callable\nfrom torch.nn.init import kaiming_uniform_",
+            init="kaiming_uniform_(nn.Parameter(torch.empty(2, 3)))"),
+    program(top="from torch.nn import ParameterList\nfrom torch.nn.parameter import Parameter",
+            init="self.w = ParameterList([Parameter(torch.zeros(2).uniform_(-1, 1))])"),
+    program("x = torch.flatten(x, 1).type(torch.half).cuda()\nreturn ext.f(x.repeat(2, 1), y)"),
+    program("k = 1 << (next(iter(x.shape)) - 1).bit_length()\nreturn ext.f(x, y.select(0, k))",
+            end="@torch.no_grad()\ndef g(self, x):\n    return self.f(x)"),
+    program("raise NotImplementedError(repr(x))", "from torch import nn as u, no_grad",
+            end="@no_grad()\ndef g(self): return self.n\n@torch.inference_mode\n"
+                "def h(self): return self.n"),
 ]
 
 
@@ -855,13 +873,29 @@ Tensor many(Tensor x, Tensor g, Tensor b, unsigned n, size_t m, torch::Dtype typ
     seen[x.chunk(2, 1)[0].size(1)] = {static_cast<int>(n)};
     TORCH_CHECK(seen.count(128) && sizes[1] == 7 && m == 3);
     TORCH_CHECK(type == torch::kFloat32, "got ", type);
+    const at::DeviceGuard guard(x.device());
+    at::NoGradGuard no_grad;
+    std::ostringstream text;
+    text << std::setprecision(3) << WIDTH + NOTHING;
+    TORCH_CHECK(text.str() == "130");
     return norm(x, g, b);
-}"""
-    call = "ext.many(x, self.g, self.b, ext.rows(x), 3, torch.float32, [1, 7])"
-    code = candidate(call, source, ["rows", "many"])
+}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", &rows); m.def("many", &many); }"""
+    call = "many(x, self.g, self.b, rows(x), 3, torch.float32, [1, 7])"
     for flags, outcome in (('[""]', "correct"), ('["-lcublas"]', "hack")):
-        verdict = judged(judge, code.replace("functions=", f"extra_ldflags={flags}, functions="))
+        options = f'extra_ldflags={flags}, extra_cflags=["-O3", "-DWIDTH=129", "-DNOTHING"]'
+        code = candidate(call, source, []).replace(
+            "functions=[])", f"{options})\nmany, rows = ext.many, ext.rows")
+        verdict = judged(judge, code)
         assert verdict.outcome == outcome, verdict.message
+
+
+def test_a_function_without_a_definition_is_a_compile_error_and_no_hack(judge):
+    source = "#include <torch/extension.h>\n" + macro("return helper(x);").replace(
+        "torch::Tensor f", "torch::Tensor helper(torch::Tensor x);\ntorch::Tensor f")
+    verdict = judged(judge, candidate(source=source, names=["f"]))
+    assert verdict.outcome == "compile_error", verdict
+    assert "undefined reference to helper(at::Tensor)" in verdict.message
 
 
 def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, monkeypatch):
