@@ -4050,6 +4050,11 @@ GPU_EXPLOITS = {  # what forward returns: what its verdict must match
 }
 INJECTED = '.incbin \\"/usr/bin/env\\"\\n'
 GPU_REFUSED = {  # CUDA text, C++ text, what the verdict must match: builds of their own
+    "a binding in CUDA text": ("""TRICK(f) { return x; }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("f", &f, "a kernel"); }""", "",
+                               "compile_error: .*cuda_source:.*PYBIND11_MODULE is for cpp_sources"),
+    "a function without a definition": ("""Tensor helper(Tensor x, int64_t n);
+TRICK(f) { return helper(x, n); }""", "", "compile_error: undefined reference to helper"),
     "library": ("""#include <ATen/core/dispatch/Dispatcher.h>
 #define PASTE(x, y) x##y
 TRICK(f) {
@@ -4124,6 +4129,9 @@ using torch::Tensor;
 """
 GPU_HONEST = {  # what forward returns, CUDA text, C++ text if that binds the functions itself
     "templates, guards, dispatch on types": ("ext.forward(x)", """
+#if CUDA_VERSION < 11000
+#error "CUDA is too old"
+#endif
 #define CHECK_INPUT(x) TORCH_CHECK(x.is_cuda() && x.is_contiguous(), #x " must be contiguous")
 template <typename T, int BLOCK> __global__ void __launch_bounds__(BLOCK)
 strided(const T* __restrict__ x, T* __restrict__ y, size_t n) {
@@ -4474,6 +4482,37 @@ def test_gpu_engine_samples_with_the_logprobs_of_a_full_forward(tokenizer, kind)
     engine.free = engine.free[-30:]  # a pool that runs dry
     run()
     assert len(engine.free) == 30
+
+
+@gpu
+def test_gpu_engine_and_update_agree_with_plain_layers_in_float32_up_to_rounding(tokenizer):
+    policy = wide_policy(tokenizer)
+    config = type(policy.base.config)(**policy.base.config.to_dict())
+    lm = transformers.Qwen2ForCausalLM._from_config(config, dtype=torch.float32).eval()
+    lm = kevin.peft.get_peft_model(lm, kevin.peft.LoraConfig(
+        r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear",
+        task_type="CAUSAL_LM"))
+    lm.load_state_dict({name: w.float().cpu() for name, w in policy.lm.state_dict().items()})
+    engine, draw = kevin.Engine(policy, 8, 0.9, 512, kv_gib=0.25), random.Random(5)
+    items = [request(i, 60, [draw.randrange(5000) for _ in range(40 + 90 * i)]) for i in range(4)]
+    for item in items:
+        engine.add(item)
+    while len(engine):
+        engine.step()
+    turns = [make_turn(trajectory=i, prompt_ids=r.prompt_ids, completion_ids=r.completion_ids,
+                       sampling_logprobs=r.logprobs, advantage=a)
+             for i, (r, a) in enumerate(zip(items, (1.0, -0.5, 2.0, -1.5)))]
+    naive = [naive_logprobs(lm, t.prompt_ids, t.completion_ids) for t in turns]
+    for turn, exact in zip(turns, naive):
+        assert (torch.tensor(turn.sampling_logprobs) - exact).abs().mean() < 0.1
+    total = sum(t.advantage * exact.sum() for t, exact in zip(turns, naive)) / (6 * 8)
+    own = [p for p in lm.parameters() if p.requires_grad]
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, own)])
+    metrics, moved = step(policy, kevin.store_logprobs(policy, turns, CONFIG))
+    moved = moved.cpu()
+    assert torch.cosine_similarity(moved, expected, dim=0) > 0.99
+    assert abs(moved.norm() / expected.norm() - 1) < 0.03
+    assert metrics["policy/clip_fraction"] == 0
 
 
 # ---- 18. Benchmarks: python test_kevin.py bench judge|rollout|train|step|soak, on an H200 --------
