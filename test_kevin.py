@@ -4052,7 +4052,7 @@ INJECTED = '.incbin \\"/usr/bin/env\\"\\n'
 GPU_REFUSED = {  # CUDA text, C++ text, what the verdict must match: builds of their own
     "a binding in CUDA text": ("""TRICK(f) { return x; }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("f", &f, "a kernel"); }""", "",
-                               "compile_error: .*cuda_source:.*PYBIND11_MODULE is for cpp_sources"),
+                               r"compile_error: .*cuda_source\(\d+\): .*PYBIND11_MODULE is for"),
     "a function without a definition": ("""Tensor helper(Tensor x, int64_t n);
 TRICK(f) { return helper(x, n); }""", "", "compile_error: undefined reference to helper"),
     "library": ("""#include <ATen/core/dispatch/Dispatcher.h>
