@@ -1775,6 +1775,15 @@ def test_constant_groups_have_exactly_zero_advantage(scale):
             assert kevin.group_advantages([constant] * size, scale) == [0.0] * size
 
 
+def test_the_timers_noise_is_not_blown_up_to_unit_size_and_a_real_difference_is():
+    draw = random.Random(2)
+    noisy = [4.3 * draw.uniform(0.991, 1.009) for _ in range(32)]
+    assert not any(kevin.group_advantages(noisy, scale=True))
+    assert max(map(abs, kevin.group_advantages(noisy))) < 0.04
+    faster = kevin.group_advantages([*noisy, 4.6], scale=True)
+    assert statistics.pstdev(faster) == pytest.approx(1) and max(faster) == faster[-1]
+
+
 @pytest.mark.parametrize("scale", [False, True])
 def test_advantages_follow_their_samples_and_a_missing_return_does_not_count(scale):
     draw = random.Random(1)
