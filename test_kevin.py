@@ -1779,7 +1779,7 @@ def test_the_timers_noise_is_not_blown_up_to_unit_size_and_a_real_difference_is(
     draw = random.Random(2)
     noisy = [4.3 * draw.uniform(0.991, 1.009) for _ in range(32)]
     assert not any(kevin.group_advantages(noisy, scale=True))
-    assert max(map(abs, kevin.group_advantages(noisy))) < 0.04
+    assert 0 < max(map(abs, kevin.group_advantages(noisy))) < 0.08
     faster = kevin.group_advantages([*noisy, 4.6], scale=True)
     assert statistics.pstdev(faster) == pytest.approx(1) and max(faster) == faster[-1]
 
