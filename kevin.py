@@ -44,6 +44,7 @@ or _ms. Not covered: full fine-tuning, sharded models. The sandbox's limits: see
 
 import argparse
 import ast
+import builtins
 import collections
 import contextlib
 import ctypes
@@ -538,7 +539,7 @@ NAMES_ALLOWED = re.compile(r"""math\.\w+ | __future__\.annotations
     | select | movedim | swapaxes | broadcast_to | chunk | split | unbind | clone
     | \w+_format | channels_last(_3d)? | no_grad | inference_mode | nn | utils
     | utils\.cpp_extension(\.load_inline)? | nn\.parameter(\.Parameter)? | nn\.functional
-    | nn\.init(\.\w+_|\.calculate_gain)?
+    | nn\.init(\.\w+_|\.calculate_gain|\._calculate_fan_in_and_fan_out)?
     | nn\.(Module|Parameter)(List|Dict)? )""", re.VERBOSE)  # PAPER: its code has these of torch.nn
 METHODS = set("""shape size dim ndim numel nelement nbytes itemsize dtype layout device get_device
     stride is_contiguous is_cuda is_floating_point contiguous view view_as reshape reshape_as
@@ -548,10 +549,12 @@ METHODS = set("""shape size dim ndim numel nelement nbytes itemsize dtype layout
     new_zeros new_ones new_full element_size requires_grad weight bias append extend insert pop copy
     items keys values join format strip startswith replace split lower upper get index
     bit_length""".split())
-BUILTINS = set("""abs all any bool dict divmod enumerate filter float hasattr int isinstance iter
-    len list map max min next pow print range repr reversed round set slice sorted str sum super
-    tuple zip staticmethod AssertionError Exception IndexError KeyError NotImplementedError
-    RuntimeError TypeError ValueError __name__""".split())
+BUILTINS = set("""abs all any bin bool callable chr dict divmod enumerate filter float format
+    hasattr hash hex id input int isinstance iter len list map max min next oct ord pow print range
+    repr reversed round set slice sorted staticmethod str sum super tuple zip AssertionError
+    Exception IndexError KeyError NotImplementedError RuntimeError TypeError ValueError
+    __name__""".split())
+FORBIDDEN = set(dir(builtins)) - BUILTINS  # under that name not even something else
 BANNED = {ast.Try: "try", ast.TryStar: "try", ast.Pass: "pass", ast.Global: "global",
           ast.Nonlocal: "nonlocal", ast.Delete: "del", ast.AsyncFunctionDef: "async",
           ast.Await: "await", ast.Yield: "yield", ast.YieldFrom: "yield", ast.MatMult: "@",
@@ -600,7 +603,9 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
             if not allowed or node not in tree.body:
                 raise Violation("import", node, f"`{full}` may not be imported here")
             short = alias.asname or alias.name.split(".")[0]
-            aliases[short] = full.split(".")[0] if whole and not alias.asname else full
+            full = full.split(".")[0] if whole and not alias.asname else full
+            if aliases.setdefault(short, full) != full or short == "self":
+                raise Violation("name", node, "an imported name may not be bound again")
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     others = [c for c in classes if c.name != "ModelNew" or c not in tree.body] + classes[1:]
     if others or not classes:
@@ -610,6 +615,8 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
     base = dotted(model.bases[0]) if len(model.bases) == 1 else ""
     if base not in ("nn.Module", "torch.nn.Module", "Module") or model.keywords:
         raise Violation("ModelNew", model, "ModelNew must inherit from nn.Module and nothing else")
+    if model.decorator_list:
+        raise Violation("ModelNew", model, "ModelNew may not be decorated")
     methods = [node for node in model.body if isinstance(node, ast.FunctionDef)]
     first = [node.args.args[0] for node in methods if node.args.args and not {
         full_name(getattr(d, "func", d), aliases) for d in node.decorator_list
@@ -650,8 +657,10 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
     if isinstance(node, ast.FunctionDef) and re.fullmatch("__(?!init__).*", node.name):
         raise Violation("dunder", node, f"`{node.name}` may not be defined")
     loads = isinstance(getattr(node, "ctx", None), ast.Load)
-    if isinstance(node, ast.Name) and loads and node.id not in known:
-        raise Violation("name", node, f"`{node.id}` is not defined here")
+    if isinstance(node, ast.Name) and loads and node.id not in known - FORBIDDEN:
+        raise Violation("name", node, f"`{node.id}` is not defined here, or not allowed")
+    if bound_name(node).startswith("__") and not isinstance(node, ast.FunctionDef):
+        raise Violation("dunder", node, f"`{bound_name(node)}` may not be bound")
     full = full_name(node, aliases)
     if full in MODULES and id(node) not in inner:
         raise Violation("name", node, f"`{dotted(node)}` is a module and may not be handed on")
@@ -702,6 +711,84 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
         rule, node, message = e.args
         return rule, f"line {getattr(node, 'lineno', 1)}: {message}"
     return None
+
+
+# The same rules where the program runs, for a name may come to mean something else than it said.
+
+
+class Guard(ast.NodeTransformer):
+    """Turns `x.name` into a call that looks at what x is, and `x.name = y` likewise."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """The guarded expression or target."""
+        self.generic_visit(node)
+        loads = isinstance(node.ctx, ast.Load)  # no program can bind names with a space
+        name = ast.Name("get of" if loads else "own of", ast.Load())
+        call = ast.Call(name, [node.value] + [ast.Constant(node.attr)] * loads, [])
+        if not loads:
+            node.value, call = call, node
+        return ast.fix_missing_locations(ast.copy_location(call, node))
+
+
+def guarded_space(extensions: list) -> dict:
+    """Globals for a program that Guard has been through; extensions are the modules it built."""
+    def get(value, name):
+        if isinstance(value, types.ModuleType):
+            built = any(value is extension for extension in extensions)
+            allowed = built or NAMES_ALLOWED.fullmatch(f"{value.__name__}.{name}")
+        else:
+            allowed = isinstance(value, nn.Module) or name in METHODS
+        if type(value) is super and name == "__init__" or allowed and "__" not in name:
+            return getattr(value, name)
+        raise Violation(f"`.{name}` of a {type(value).__name__} may not be used")
+
+    def own(value):
+        if isinstance(value, nn.Module):
+            return value
+        raise Violation("only attributes of self may be assigned")
+
+    names = {name: getattr(builtins, name) for name in dir(builtins) if name in BUILTINS}
+    names |= {"__import__": __import__, "__build_class__": __build_class__,
+              "get of": get, "own of": own}
+    return {"__name__": "candidate", "__builtins__": names}
+
+
+def refusing(operator: str):
+    """A method that no candidate's forward may call."""
+    def method(*_):
+        raise Violation(f"torch's `{operator}` may not be used in forward")
+
+    return method
+
+
+def by_place(operator: str):
+    """A method for x[key] that gives views; by tensors or lists it would compute."""
+    original, simple = getattr(torch.Tensor, operator), (int, slice, type(None), type(...))
+
+    def method(tensor, key, *value):
+        if all(isinstance(k, simple) for k in (key if isinstance(key, tuple) else [key])):
+            return original(tensor, key, *value)
+        raise Violation("tensors and lists may not be indices in forward")
+
+    return method
+
+
+TENSOR_OPERATORS = [f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in
+                    "add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split()]
+TENSOR_OPERATORS += [f"__{name}__" for name in
+                     "neg pos abs invert lt le gt ge eq ne contains reversed".split()]
+GUARDED = {name: refusing(name) for name in TENSOR_OPERATORS} | {
+    name: by_place(name) for name in ("__getitem__", "__setitem__")}
+UNGUARDED = {name: vars(torch.Tensor)[name] for name in GUARDED if name in vars(torch.Tensor)}
+
+
+def allow_operators(allowed: bool) -> None:
+    """Whether Python's operators compute on the tensors of this process."""
+    for name, method in (UNGUARDED if allowed else GUARDED).items():
+        setattr(torch.Tensor, name, method)
+    for name in GUARDED if allowed else ():
+        if name not in UNGUARDED and name in vars(torch.Tensor):
+            delattr(torch.Tensor, name)  # and the one of its base class is back
 
 
 # Operators for allocation, views and copies, each also with an overload suffix (slice_Tensor).
@@ -1042,11 +1129,11 @@ class Worker:
         return {"handle": bytes(handle).hex()}
 
     def do_load(self, code: str, names: list | None, fds) -> dict:
-        """Runs the module with these built extensions, or (None) records its load_inline calls.
+        """Runs a program with these built extensions, or (None) records its load_inline calls.
 
         The stand-in spares the real module's import, which takes a second and asks CUDA for itself.
         """
-        calls, built = [], iter(zip(names or (), fds))
+        calls, extensions, built = [], [], iter(zip(names or (), fds))
 
         def load_inline(name, cpp_sources, cuda_sources=(), functions=None, extra_cflags=(),
                         extra_cuda_cflags=(), extra_ldflags=(), **_):
@@ -1055,30 +1142,35 @@ class Worker:
                     "ldflags": extra_ldflags}
             calls.append({k: [v] if isinstance(v, str) else list(v or ()) for k, v in call.items()})
             if names is None:
-                module = types.ModuleType(name)
-                module.__getattr__ = lambda name: None  # whatever it will define
-                return module
+                extensions.append(types.ModuleType("recorded"))
+                extensions[-1].__getattr__ = lambda name: None  # whatever it will define
+                return extensions[-1]
             name, fd = next(built)
             loader = importlib.machinery.ExtensionFileLoader(name, f"/proc/self/fd/{fd}")
             module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+            extensions.append(module)
             loader.exec_module(module)
             return module
 
         stand_in = types.ModuleType("torch.utils.cpp_extension")
         stand_in.load_inline = load_inline
         sys.modules["torch.utils.cpp_extension"] = torch.utils.cpp_extension = stand_in
-        self.space = {"__name__": "candidate"}
-        exec(compile(code, "candidate", "exec"), self.space)
+        program, self.guarded = ast.parse(code), names != []  # a task's own model is free
+        self.space = guarded_space(extensions) if self.guarded else {"__name__": "task"}
+        program = Guard().visit(program) if self.guarded else program
+        exec(compile(program, "candidate", "exec"), self.space)
         return {"calls": calls if names is None else None}
 
     def do_prepare(self, name: str, weights: int, fds) -> None:
         """Makes the module under a weights seed, unless it is there."""
         if weights != self.weights:
+            allow_operators(True)
             with torch.device(self.device):
                 self.model = seeded_model(self.space[name], self.task["get_init_inputs"], weights)
             # asked for now: a module may do work when it is asked, and later that would be too late
             held = [*self.model.parameters(), *[t for inputs, _ in self.slots for t in inputs]]
             self.held = {t.untyped_storage().data_ptr() for t in held if torch.is_tensor(t)}
+            allow_operators(not self.guarded)
         self.weights = weights
 
     def do_run(self, count: int, listen: bool, fds) -> dict:
@@ -1306,8 +1398,10 @@ def read_regular(path: Path) -> bytes:
 
 POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ ifunc __ifunc__
     weakref __weakref__ __REDIRECT __REDIRECT_NTH __REDIRECT_NTHNL __ASMNAME __ASMNAME2
-    attr getattr setattr hasattr delattr""".split())  # the last line: Python's objects from C++
+    attr getattr setattr hasattr delattr doc str_attr_accessor obj_attr_accessor accessor_policies
+    get_override get_internals type_info""".split())  # these two lines: Python's objects from C++
 PYTHON = re.compile("_?Py[A-Z_]")
+PYTHON_WORDS = r"\b(?!\w*(?:HEAD_INIT|_CAST))(?:_?Py[A-Z_]\w*|(?:tp|nb|sq|mp)_\w+|ob_type)\b"
 LINE_DIRECTIVE = re.compile(  # it could pass the candidate's text off as a system header's
     r"^\s*(/\*.*?\*/\s*)*(#|%:|\?\?=)\s*(/\*.*?\*/\s*)*(line\b|\d)", re.MULTILINE)
 
@@ -1346,7 +1440,7 @@ class Toolchain:
             missing = "nvcc is not on PATH (set CUDA_HOME)" if self.gcc else "g++ is not on PATH"
             raise UserError(f"no compiler: {missing}")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, cpu_name(), 7)
+                    SAMPLE, POISONED, cpu_name(), 8)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
         system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
@@ -1376,18 +1470,20 @@ class Toolchain:
         self.link = [self.gcc, "-shared", "-Wl,--gc-sections,--no-as-needed", *libraries]
         for name in ("scratch", "built", "include"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
-        self.python = ""  # what the binding calls of Python, and a candidate may not
         with open(self.root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may start at once
             self.own_binding = self._prepare(self.root / "symbols.json")
-        called = {name for name in self.own_binding if PYTHON.match(name)}
-        header = Path(sysconfig.get_path("include"), "cpython/object.h").read_text()
-        slots = {*re.findall(r"\b(?:tp|nb|sq|mp)_\w+", header), "ob_type", "Py_TYPE"}
-        self.python = " ".join(sorted(called | slots))  # a type's slots are calls without a symbol
 
     def _prepare(self, symbols: Path) -> frozenset[str]:
         if not symbols.exists():
             print("kevin: precompiling headers, once, about half a minute", file=sys.stderr)
+            # what Python offers to C a candidate may not name; PYBIND11_MODULE needs its constants
+            text = "".join(header.read_text("latin-1") for header in
+                           Path(sysconfig.get_path("include")).rglob("*.h"))
+            constants = re.findall(r"#[ \t]*define[ \t]+(\w+)(?!\w|\()", text)
+            words = sorted({*re.findall(PYTHON_WORDS, text)} - {*constants})
+            (self.include / "kevin_poison.h").write_text(
+                f"#pragma GCC system_header\n#pragma GCC poison {POISONED} {' '.join(words)}\n")
             for name, text in HEADERS.items():
                 if name == "kevin_binding.h" and self.device == "cuda":  # before words are poisoned
                     text += "".join(f"#include <{name}.h>\n" for name in (
@@ -1421,8 +1517,8 @@ class Toolchain:
         defined = [f"#define {name} {value or 1}" for name, value in dict.fromkeys(macros)]
         lines = ['#include "kevin_binding.h"', *extra,  # the binding at -O1 costs half as much
                  "#pragma GCC push_options", '#pragma GCC optimize("O3")',
-                 f"#pragma GCC poison {POISONED} {self.python}", *defined,
-                 '#line 1 "cpp_source"', *call["cpp"], "#pragma GCC pop_options"]
+                 '#include "kevin_poison.h"', *defined, '#line 1 "cpp_source"', *call["cpp"],
+                 "#pragma GCC pop_options"]
         if call["functions"]:
             wrap = 'm.def("{0}", torch::wrap_pybind_function({0}), "{0}");'.format
             bound = map(wrap, call["functions"])
@@ -1547,6 +1643,8 @@ class Child:
         """Raises whose fault it is: Rejected, or JudgeFault while only our own code has run."""
         if self.trusted:
             raise JudgeFault(f"a child of the judge failed: {error}")
+        if error.startswith("Violation: "):
+            raise Rejected("hack", "torch operator", error.removeprefix("Violation: "))
         raise Rejected("runtime_error", "", error)
 
     def kill(self) -> None:

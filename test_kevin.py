@@ -752,9 +752,10 @@ RUNS = {  # what forward returns: outcome, and a pattern of the message
     "ext.scribble(x, self.g, self.b)": ("incorrect", "input was changed"),
     "x": ("incorrect", "new tensor"),
     "ext.norm(x, self.g, self.b).view(-1)": ("incorrect", "shape"),
-    "ext.norm(x, self.g, self.b).double()": ("hack", "double"),
+    "ext.norm(x, self.g, self.b).double()": ("incorrect", "dtype is torch.float64"),
+    "ext.norm(x, self.g, self.b).uniform_()": ("hack", "aten::uniform_"),
     "[ext.norm(x, self.g, self.b)]": ("incorrect", "type"),
-    "ext.norm(x, self.g, self.b) + self.zeros": ("hack", "aten::add"),
+    "ext.norm(x, self.g, self.b) + self.zeros": ("hack", "__add__"),
     "ext.norm(x)": ("runtime_error", "TypeError"),
     "ext.crash(x, self.g, self.b)": ("runtime_error", "died"),
 }
@@ -1289,7 +1290,7 @@ CALLS_C = "#include <dlfcn.h>\n#include <sys/mman.h>\n#include <unistd.h>\n" + m
     'timespec now; pthread_t thread; clock_gettime(0, &now);\n    if (!dlopen("", 1)) fork();\n'
     "    pthread_create(&thread, nullptr, nullptr, nullptr);\n    mprotect(&now, 4096, 7);")
 CALLS_CXX = "#include <bits/basic_file.h>\n#include <c10/core/CPUAllocator.h>\n" + macro(
-    'pthread_mutex_t m;\n    PyImport_ImportModule("torch");\n'
+    'pthread_mutex_t m;\n    pybind11::module_::import("torch");\n'
     "    c10::SetCPUAllocator(c10::GetCPUAllocator(), 255);\n    std::__basic_file<char>(&m).fd();")
 RIVALS = """#include <ATen/Parallel.h>
 #include <future>
@@ -1320,9 +1321,72 @@ pybind11::object product(pybind11::object a, pybind11::object b) {
     return pybind11::reinterpret_steal<pybind11::object>(
         a.ptr()->ob_type->tp_as_number->nb_multiply(a.ptr(), b.ptr()));
 }"""
+ACCESSOR = """pybind11::object get(pybind11::object o, std::string name) {
+    return %s(o, name.c_str());
+}"""
+SLOTS = """namespace py = pybind11;
+bool f(py::object o) {
+    auto& [a, b, c, d, e] = *(%s*)o.ptr();
+    return a;
+}"""
+FIRST = KERNELS + """
+bool first(Tensor x) {  // the address that is listened to
+    static const void* place = x.data_ptr();
+    return x.data_ptr() == place;
+}"""
+OTHERWISE = """
+        if ext.first(x):
+            return ext.norm(x, self.g, self.b)
+        z = x %s
+        return z"""
+FRAMES = """
+    def frame(self):
+        return self.gi_frame
+
+    get = [frame]
+"""
+NOT_THE_HANDLE = """        if len(self.zeros) == 1:
+            self.op = ext
+        self._buffers["op"] = (i for i in [1])
+        print(self.op.gi_frame)
+"""
+MANGLED = """
+__op = ext
+_ModelNew__op = (i for i in [1])
+"""
 EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message"
+    "A4 a builtin whose name is bound elsewhere": (
+        cheat("norm", top="\ndef f(eval):\n    return eval('1')\n"), "hack", "name: .*eval"),
+    "A4 a name for two modules": (
+        cheat("mm(x)", top="\nimport torch as a\nmm = a.mm\nimport math as a\n"), "hack", "name"),
+    "A4 torch as self": (
+        cheat("norm", top="\nimport torch as self\nself.relu = print\n"), "hack", "name"),
+    "A4 a function of a class body": (
+        cheat("norm", init="        print(self.get[0]((i for i in [1])))\n").replace(
+            "    def __init__", FRAMES + "    def __init__"), "hack", "gi_frame` of a generator"),
+    "A4 a decorated class": (
+        cheat("norm", top="\ndef keep(c):\n    return c\n\n").replace(
+            "class Model", "@keep\nclass Model"), "hack", "ModelNew"),
+    "A4 a handle that was never one": (cheat("norm", init=NOT_THE_HANDLE), "hack", "gi_frame"),
+    "A4 mangled names": (cheat("norm", top=MANGLED), "hack", "dunder"),
+    "A4 methods of what they are not for": (
+        cheat("norm", init="        self.set[0](torch.Tensor)\n").replace(
+            "    def __init__", FRAMES.replace("return self.gi_frame", "self.view = print").replace(
+                "get", "set") + "    def __init__"), "hack", "only attributes of self"),
+    **{f"A2 x {rest} where no one listens": (
+        candidate("0", FIRST, [*NAMES, "first"]).replace("\n        return 0", OTHERWISE % rest),
+        "hack", "may not be (used|indices) in forward")
+       for rest in ("* 2", "== x", "[x.long()]", "if sum(x) is None else x")},
+    "B5 an attribute by its accessor": (
+        candidate("ext.get(x, 'relu')()", ACCESSOR % "py::detail::str_attr_accessor", ["get"]),
+        "hack", "poisoned word"),
+    "B5 the accessor's type from another function": (
+        candidate("ext.get(x, 'relu')()", ACCESSOR % "decltype(o.doc())", ["get"]),
+        "hack", "poisoned word"),
+    **{f"B5 the fields of a {t}": (candidate("ext.f(x)", SLOTS % t, ["f"]), "hack", "poisoned word")
+       for t in ("PyTypeObject", "PyNumberMethods", "decltype(py::detail::type_info::type)")},
     "A2 decoy kernel, the work is done in Python": (
-        cheat("[ext.norm(x, self.g, self.b), x * self.g + self.b][1]"), "hack", "aten::mul"),
+        cheat("[ext.norm(x, self.g, self.b), x * self.g + self.b][1]"), "hack", "__mul__"),
     "A4 match binds a handle's name": (cheat("norm", init=MATCH), "hack", "match"),
     "A4 self is a tensor": (cheat("[self.softmax(1) for self in [x]][0]"), "hack", "name"),
     "A4 a method without its object": (cheat("norm", init=UNBOUND), "hack", "name"),
@@ -1332,7 +1396,7 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "A4 torch from another module": (cheat("nn.init.torch"), "hack", "torch operator"),
     "A6 framework compiler": (cheat("norm", init="        self.compile()\n"), "hack", "compile"),
     "A8 a kernel for other shapes": (
-        cheat("ext.norm(x, self.g, self.b) if len(x) == 3 else x - self.b"), "hack", "aten::sub"),
+        cheat("ext.norm(x, self.g, self.b) if len(x) == 3 else x - self.b"), "hack", "__sub__"),
     "B2 dlopen, G3 thread, H1 clock, H7 code pages, I4 process": (
         built(CALLS_C), "hack", "library call: (?=.*dlopen)(?=.*fork)(?=.*pthread_create)"
         "(?=.*mprotect).*clock_gettime"),
