@@ -612,8 +612,8 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
         text = "there must be one class, ModelNew, and no other"
         raise Violation("ModelNew", others[0] if others else None, text)
     model = classes[0]
-    base = dotted(model.bases[0]) if len(model.bases) == 1 else ""
-    if base not in ("nn.Module", "torch.nn.Module", "Module") or model.keywords:
+    bases = [full_name(base, aliases) for base in model.bases]
+    if bases != ["torch.nn.Module"] or model.keywords:
         raise Violation("ModelNew", model, "ModelNew must inherit from nn.Module and nothing else")
     if model.decorator_list:
         raise Violation("ModelNew", model, "ModelNew may not be decorated")
@@ -738,6 +738,8 @@ def guarded_space(extensions: list) -> dict:
             allowed = built or NAMES_ALLOWED.fullmatch(f"{value.__name__}.{name}")
         else:
             allowed = isinstance(value, nn.Module) or name in METHODS
+        if name == "format" and (type(value) is not str or re.search(r"{[^}]*[.[]", value)):
+            allowed = False  # it would look attributes up by itself
         if type(value) is super and name == "__init__" or allowed and "__" not in name:
             return getattr(value, name)
         raise Violation(f"`.{name}` of a {type(value).__name__} may not be used")
@@ -1402,6 +1404,7 @@ POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ i
     get_override get_internals type_info""".split())  # these two lines: Python's objects from C++
 PYTHON = re.compile("_?Py[A-Z_]")
 PYTHON_WORDS = r"\b(?!\w*(?:HEAD_INIT|_CAST))(?:_?Py[A-Z_]\w*|(?:tp|nb|sq|mp)_\w+|ob_type)\b"
+DOCSTRING = re.compile(r'\b\w+\.doc\(\) *= *"[^"\n]*";')  # no one reads it, and "doc" is poisoned
 LINE_DIRECTIVE = re.compile(  # it could pass the candidate's text off as a system header's
     r"^\s*(/\*.*?\*/\s*)*(#|%:|\?\?=)\s*(/\*.*?\*/\s*)*(line\b|\d)", re.MULTILINE)
 
@@ -1517,8 +1520,8 @@ class Toolchain:
         defined = [f"#define {name} {value or 1}" for name, value in dict.fromkeys(macros)]
         lines = ['#include "kevin_binding.h"', *extra,  # the binding at -O1 costs half as much
                  "#pragma GCC push_options", '#pragma GCC optimize("O3")',
-                 '#include "kevin_poison.h"', *defined, '#line 1 "cpp_source"', *call["cpp"],
-                 "#pragma GCC pop_options"]
+                 '#include "kevin_poison.h"', *defined, '#line 1 "cpp_source"',
+                 *[DOCSTRING.sub("", cpp) for cpp in call["cpp"]], "#pragma GCC pop_options"]
         if call["functions"]:
             wrap = 'm.def("{0}", torch::wrap_pybind_function({0}), "{0}");'.format
             bound = map(wrap, call["functions"])

@@ -464,6 +464,7 @@ HACKS = {
         "from math import *\nfrom torch.utils import data").split("\n")],
     "ModelNew": ["import torch"]
     + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
+    + [program(top="Module = torch.Tensor", base="Module")]
     + [program(top="class Other:\n    x = 1"), program("class Inner:\n    x = 1\nreturn x")],
     "try": [program("try:\n    return ext.f(x, y)\nexcept ValueError:\n    return x"),
             program("try:\n    return ext.f(x, y)\nfinally:\n    print(1)")],
@@ -881,7 +882,11 @@ Tensor many(Tensor x, Tensor g, Tensor b, unsigned n, size_t m, torch::Dtype typ
     TORCH_CHECK(text.str() == "130");
     return norm(x, g, b);
 }
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", &rows); m.def("many", &many); }"""
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.doc() = "many";
+    m.def("rows", &rows, "Counts rows", py::arg("x"));
+    m.def("many", &many);
+}"""
     call = "many(x, self.g, self.b, rows(x), 3, torch.float32, [1, 7])"
     for flags, outcome in (('[""]', "correct"), ('["-lcublas"]', "hack")):
         options = f'extra_ldflags={flags}, extra_cflags=["-O3", "-DWIDTH=129", "-DNOTHING"]'
@@ -1368,6 +1373,9 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
         cheat("norm", top="\ndef keep(c):\n    return c\n\n").replace(
             "class Model", "@keep\nclass Model"), "hack", "ModelNew"),
     "A4 a handle that was never one": (cheat("norm", init=NOT_THE_HANDLE), "hack", "gi_frame"),
+    "A4 frames by a format": (
+        cheat("norm", init="        print('{0.gi_frame}'.format(i for i in [1]))\n"),
+        "hack", "format"),
     "A4 mangled names": (cheat("norm", top=MANGLED), "hack", "dunder"),
     "A4 methods of what they are not for": (
         cheat("norm", init="        self.set[0](torch.Tensor)\n").replace(
