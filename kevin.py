@@ -541,14 +541,14 @@ NAMES_ALLOWED = re.compile(r"""math\.\w+ | __future__\.annotations
     | utils\.cpp_extension(\.load_inline)? | nn\.parameter(\.Parameter)? | nn\.functional
     | nn\.init(\.\w+_|\.calculate_gain|\._calculate_fan_in_and_fan_out)?
     | nn\.(Module|Parameter)(List|Dict)? )""", re.VERBOSE)  # PAPER: its code has these of torch.nn
-METHODS = set("""shape size dim ndim numel nelement nbytes itemsize dtype layout device get_device
-    stride is_contiguous is_cuda is_floating_point contiguous view view_as reshape reshape_as
-    permute transpose t T mT flatten unflatten ravel squeeze unsqueeze expand expand_as repeat
-    narrow select unbind chunk swapaxes movedim broadcast_to unfold type type_as detach data clone
-    copy_ fill_ zero_ uniform_ normal_ to cuda float half bfloat16 double int long item new_empty
-    new_zeros new_ones new_full element_size requires_grad weight bias append extend insert pop copy
-    items keys values join format strip startswith replace split lower upper get index
-    bit_length""".split())
+METHODS = set("""requires_grad_ data_ptr shape size dim ndim numel nelement nbytes itemsize dtype
+    layout device get_device stride is_contiguous is_cuda is_floating_point contiguous view view_as
+    reshape reshape_as permute transpose t T mT flatten unflatten ravel squeeze unsqueeze expand
+    expand_as repeat narrow select unbind chunk swapaxes movedim broadcast_to unfold type type_as
+    detach data clone copy_ fill_ zero_ uniform_ normal_ to cuda float half bfloat16 double int long
+    item new_empty new_zeros new_ones new_full element_size requires_grad weight bias append extend
+    insert pop copy items keys values join format strip startswith replace split lower upper get
+    index bit_length""".split())
 BUILTINS = set("""abs all any bin bool callable chr dict divmod enumerate filter float format
     hasattr hash hex id input int isinstance iter len list map max min next oct ord pow print range
     repr reversed round set slice sorted staticmethod str sum super tuple zip AssertionError
@@ -565,6 +565,7 @@ class Violation(Exception):
     """A broken rule of section 5: rule, syntax node, message."""
 
 
+@functools.lru_cache(maxsize=10_000)  # or long chains take quadratic time
 def dotted(node: ast.AST) -> str:
     """"torch.nn.init" for that chain of attributes, "" for anything else.
 
@@ -709,7 +710,7 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
         return "syntax", f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
     except Violation as e:
         rule, node, message = e.args
-        return rule, f"line {getattr(node, 'lineno', 1)}: {message}"
+        return rule, f"line {getattr(node, 'lineno', 1)}: {message[:300]}"
     return None
 
 
@@ -834,6 +835,10 @@ CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatche
     r"|CommandLineFlags|FlagParser")
 
 
+# Functions in no namespace or an unknown one are the candidate's, declared and never defined.
+OWN_NAMES = r"_Z\d+(?!THP)|_ZNK?(?!2at|3c10|5torch|8pybind11|6caffe2|9__gnu_cxx)\d"
+
+
 def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str]:
     """Undefined dynamic symbols of a built candidate that it has no business to call (6.2).
 
@@ -866,7 +871,7 @@ def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str
 BUILD_TIMEOUT_S, RUN_TIMEOUT_S, CHECK_TIMEOUT_S, MAX_EXTENSIONS = 180.0, 60.0, 300.0, 8
 DISK_NEEDED = 256 << 20
 MESSAGE_LIMIT, CHILD_MEMORY, CHILD_FILE = 1 << 20, 8 << 30, 256 << 20  # bytes
-LIBRARY_LIMIT = 64 << 20
+LIBRARY_LIMIT, PROGRAM_LIMIT = 64 << 20, 100_000
 
 
 def send_message(sock: socket.socket, message: dict, fds=()) -> None:
@@ -1316,7 +1321,7 @@ LIGHT_HEADER = "\n".join([
         ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"),
         ("Int64", "Long"), ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
     "namespace at {", "using torch::device_of;", "using torch::NoGradGuard;",
-    *[f"struct {name} {{ template <class T> explicit {name}(const T&) {{}} }};"  # one device
+    *[f"struct {name} {{ {name}() {{}} template <class T> explicit {name}(const T&) {{}} }};"
       for name in ("DeviceGuard", "OptionalDeviceGuard")], "}", ""])
 HEADERS = {  # the full headers' names, and those that every operator includes and none needs
     **dict.fromkeys(("torch/extension.h", "torch/types.h", "torch/all.h", "torch/torch.h",
@@ -1400,13 +1405,22 @@ def read_regular(path: Path) -> bytes:
 
 POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ ifunc __ifunc__
     weakref __weakref__ __REDIRECT __REDIRECT_NTH __REDIRECT_NTHNL __ASMNAME __ASMNAME2
-    attr getattr setattr hasattr delattr doc str_attr_accessor obj_attr_accessor accessor_policies
-    get_override get_internals type_info""".split())  # these two lines: Python's objects from C++
+    """.split() + """attr getattr setattr hasattr delattr doc attr_with_type_hint str_attr_accessor
+    obj_attr_accessor accessor_policies get_override get_type_override get_internals type_info
+    """.split())  # for the assembler; Python's objects from C++
 PYTHON = re.compile("_?Py[A-Z_]")
 PYTHON_WORDS = r"\b(?!\w*(?:HEAD_INIT|_CAST))(?:_?Py[A-Z_]\w*|(?:tp|nb|sq|mp)_\w+|ob_type)\b"
 DOCSTRING = re.compile(r'\b\w+\.doc\(\) *= *"[^"\n]*";')  # no one reads it, and "doc" is poisoned
-LINE_DIRECTIVE = re.compile(  # it could pass the candidate's text off as a system header's
-    r"^\s*(/\*.*?\*/\s*)*(#|%:|\?\?=)\s*(/\*.*?\*/\s*)*(line\b|\d)", re.MULTILINE)
+
+
+def has_line_directive(text: str) -> bool:
+    """Whether #line may stand in C++ text: it could pass the text off as a system header's.
+
+    >>> has_line_directive("/*\\n*/ # line 1"), has_line_directive("#define line # line")
+    (True, False)
+    """
+    text = re.sub(r"\\[^\S\n]*\n", "", text).replace("*/", "\n")  # joined lines; after a comment
+    return bool(re.search(r"^[^\S\n]*(#|%:|\?\?=)[^\S\n]*(line\b|\d|/\*)", text, re.MULTILINE))
 
 
 def host_assembly(text: str) -> str:
@@ -1427,7 +1441,8 @@ def host_assembly(text: str) -> str:
             number = marker.group(1) if marker else number
             code = re.sub(r'"(?:\\.|[^"\\])*"', '""', line)
             if re.search(r"\b_*asm_*\b|__attribute\w*\W*\(\(.*\b_*"
-                         r"(section|symver|ifunc|weakref)_*\b", code):
+                         r"(section|symver|ifunc|weakref)_*\b"
+                         r"|\b(_?Py(Object|Type|Number)\w*|ob_type|tp_as_\w+)\b", code):
                 return f"cuda_source:{number}: "
     return ""
 
@@ -1512,11 +1527,12 @@ class Toolchain:
         text, ops = "\n".join(call["cpp"] + call["cuda"]), Path(torch.__file__).parent
         ops = ops / "include/ATen/ops"
         named = sorted(set(re.findall(r"\b(?:torch|at)::(\w+)", text)) - set(OPERATORS))
-        extra = [f"#include <ATen/ops/{n}.h>" for n in named if (ops / f"{n}.h").exists()]
+        extra = [f"#include <ATen/ops/{n}.h>" for n in named if os.path.exists(ops / f"{n}.h")]
         extra += [f"#include <{header}.h>" for word, header in (
             ("AT_DISPATCH", "ATen/Dispatch"), ("parallel_for", "ATen/Parallel"),
             ("CUDA_VERSION", "cuda")) if word in text and (call["cuda"] or header != "cuda")]
-        macros = re.findall(r"^-D([A-Za-z_]\w*)(?:=([\w.+-]+))?$", "\n".join(call["flags"]), re.M)
+        macros = re.findall(r"^-D([A-Za-z_]\w*)(?:=([\w.+\-*()<>:, ]+))?$",
+                            "\n".join(call["flags"]), re.MULTILINE)
         defined = [f"#define {name} {value or 1}" for name, value in dict.fromkeys(macros)]
         lines = ['#include "kevin_binding.h"', *extra,  # the binding at -O1 costs half as much
                  "#pragma GCC push_options", '#pragma GCC optimize("O3")',
@@ -1534,8 +1550,8 @@ class Toolchain:
             source = [*extra, NO_MODULE, *defined, '#line 1 "cuda_source"', *call["cuda"], ""]
             files["cuda.cu"] = head + source
             text = "\n".join(['#include "kevin_syntax.h"', *source])
-            files["check.cpp"] = [re.sub(r"<<<.*?>>>", lambda m: "\n" * m.group().count("\n"), text,
-                                         flags=re.DOTALL)]
+            files["check.cpp"] = [re.sub(r"<<<((?!<<<).)*?>>>", lambda m: "\n" * m[0].count("\n"),
+                                         text, flags=re.DOTALL)]
             fast = ["--use_fast_math"] * any(f.endswith("-use_fast_math") for f in call["flags"])
             objects.append([*self.cuda, define, *fast, "--keep", "-c", "cuda.cu", "-o", "cuda.o"])
         for file in ("cpp", "cuda"):  # for the lines that a compiler shows below its message
@@ -1550,8 +1566,9 @@ class Toolchain:
         if call["cuda"] and not text:
             raise JudgeFault("nvcc left no host code to look at")
         place = host_assembly(text)
-        if place or LINE_DIRECTIVE.search("\n".join(call["cuda"]).replace("\\\n", "")):
-            raise Rejected("hack", "host assembly", f"{place}no assembly or #line in host code")
+        if place or has_line_directive("\n".join(call["cuda"])):
+            text = f"{place}no assembly, #line or Python in host code"
+            raise Rejected("hack", "host assembly", text)
         foreign = []
         for data, options in ((library, ["-D"]), (read_regular(folder / "cuda.o"), [])):
             with tempfile.NamedTemporaryFile(dir=folder.parent) as copied:
@@ -1561,12 +1578,12 @@ class Toolchain:
             # device code's object holds no binding
             foreign += foreign_symbols(names, self.own_binding) if options else [
                 name for name in names if PYTHON.match(name)]
-        if foreign and all(re.match(r"_Z\d+(?!THP)", name) for name in foreign):
-            # torch's functions are in namespaces: these are declared here, and defined nowhere
-            called = run_tool("c++filt", *foreign[:3]).split("\n")
-            raise Rejected("compile_error", "", f"undefined reference to {', '.join(called)}")
+        readable = [name for name in foreign if len(name) < 400 and name.count("S_") < 24]
+        called = run_tool("c++filt", "_", *readable[:5]).splitlines()[1:] or ["(long names)"]
+        if foreign and all(re.match(OWN_NAMES, name) for name in foreign):
+            text = f"undefined reference to {', '.join(called)}"[:1000]
+            raise Rejected("compile_error", "", text)
         if foreign:
-            called = run_tool("c++filt", *foreign[:5]).splitlines()
             name = called[0].replace("(anonymous namespace)", "").split("(")[0]
             word = (re.findall(r"\w+", name) or ["?"])[-1]
             places = [f"{file}_source:{number}: " for file in ("cpp", "cuda")
@@ -1761,6 +1778,9 @@ class Judge:
         return self.pool.submit(self._retried, lambda: self._build(code))
 
     def _build(self, code: str) -> Build:
+        if len(code.encode(errors="replace")) > PROGRAM_LIMIT:
+            text = f"the program has more than {PROGRAM_LIMIT} bytes"
+            raise Rejected("compile_error", "", text)
         hack = find_hacks(code, self.device)
         if hack:
             raise Rejected("hack", *hack)
@@ -2139,7 +2159,7 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
     """(ms of a call, what the clock saw beyond it at least) of each, from bursts that alternate.
 
     Outputs of a candidate's timed calls are checked, drawn after the burst: an answer that is
-    cached, replayed or left out is a wrong answer. One call more, at a random time, is listened to.
+    cached, replayed or left out is a wrong answer. One more, at a random time, is listened to.
     """
     draw, weights, rows = random.SystemRandom(), fresh_seed(), [[] for _ in subjects]
     first = [min(burst(s, weights, math.inf)[0] for _ in range(3)) for s in subjects]  # warm-up
@@ -2155,7 +2175,7 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
                 seeds += [weights, inputs[slot]]
                 subject.error(*seeds[-2:], slot)
             if turn == listened:
-                subject.run(weights, fresh_seed(), listen=True)
+                subject.run(weights, *[fresh_seed() for _ in inputs], listen=True)
     return [(statistics.median(row[0] for row in r), min(row[1] for row in r)) for r in rows]
 
 
@@ -4330,7 +4350,9 @@ Answer with the complete program in one fenced block.
 
 ```python
 {example}```"""
-UNSAFE_NAMES = {"load", "save", "from_file", "compile", "cuda"} | {  # torch.os is os
+SAFE_MODULES = {"torch", "torch.nn", "torch.nn.functional", "math"}
+UNSAFE_NAMES = set("""load save from_file compile cuda subprocess run * format gi_frame gi_code
+    f_back f_locals f_globals f_builtins tb_frame""".split()) | {  # torch.os is os
     name for module in (torch, nn, nn.functional) for name, value in vars(module).items()
     if isinstance(value, types.ModuleType)} - {"nn", "functional", "init", "linalg", "special"}
 
@@ -4345,11 +4367,14 @@ def unsafe_program(code: str) -> str:
     nodes = list(ast.walk(tree))
     known = {bound_name(n) for n in nodes}
     for node in nodes:
-        found = node.id if isinstance(node, ast.Name) and node.id not in known | BUILTINS else ""
+        found = ""
+        if isinstance(node, ast.Name) and node.id not in known - FORBIDDEN | BUILTINS:
+            found = node.id
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [a.name for a in node.names] + [getattr(node, "module", None) or "torch"]
             known |= {a.asname or a.name.split(".")[0] for a in node.names}
-            found = next((n for n in names if n.split(".")[0] not in ("torch", "nn", "math")), "")
+            inside = getattr(node, "module", None) in SAFE_MODULES
+            found = next((a.name for a in node.names if (
+                a.name in UNSAFE_NAMES if inside else a.name not in SAFE_MODULES)), "")
         if isinstance(node, ast.Attribute) and (node.attr[0] == "_" and node.attr != "__init__"
                                                 or node.attr in UNSAFE_NAMES):
             found = node.attr

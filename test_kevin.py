@@ -258,7 +258,9 @@ def test_the_gate_finds_what_is_wrong_with_a_task(forward):
 
 UNSAFE = """import os | from torch import os | torch.os.system | torch.utils.cpp_extension | open(x)
     | x.__class__ | torch.load('a') | nn.Module.__subclasses__ | getattr(torch, 'o')
-    | torch._C | torch.jit.load | eval('1')"""
+    | torch._C | torch.jit.load | eval('1') | (lambda eval: x)(0) + eval('1')
+    | import torch.utils.cpp_extension as c | from torch.utils import data | from torch import *
+    | [(i for i in x).gi_frame.f_builtins] | import torch.utils.collect_env as c"""
 
 
 @pytest.mark.parametrize("line", UNSAFE.split("|"))
@@ -857,11 +859,40 @@ int also_fine();
 """
     assert kevin.host_assembly(text) == ""
     named = '__attribute__((used, section("x"))) int a;'
-    for line in ('asm("x");', 'int f() __asm__("x");', named):
+    slots = "auto f = a->ob_type->tp_as_number;"
+    for line in ('asm("x");', 'int f() __asm__("x");', named, slots, "PyTypeObject* t = type;"):
         assert kevin.host_assembly(text + line) == "cuda_source:12: "
         assert kevin.host_assembly(text + "# 15\n" + line + "\n") == "cuda_source:15: "
         late = text.replace("int fine();", line)
         assert kevin.host_assembly(late) == "cuda_source:9: "
+
+
+@pytest.mark.parametrize("text", [
+    "#line 7", " # 7", "/* a */ # line 7", "/*\n*/ #line 7", "#/*\n*/line 7", "#\\\nline 7",
+    "# \\ \nline 7", "%:line 7", "??=line 7", "# /**/ 7", "int a; /*\n a */ /* b */ # 7"])
+def test_a_line_directive_is_found_wherever_the_preprocessor_finds_it(text):
+    assert kevin.has_line_directive(f"int f();\n{text} \"other.h\"\n"), text
+    assert not kevin.has_line_directive(f"int f();\nint g; {text.replace('#', '+')}\n") or (
+        "#" not in text), text
+
+
+@pytest.mark.parametrize("text", ["/**/" * 40 + "\n", "/* */ " * 40, "\n" * 40_000, "<<<" * 20_000,
+                                  "\\\n" * 20_000, "#" * 60_000, "*/" * 30_000, " " * 60_000])
+def test_no_text_makes_the_gates_slow(judge, tmp_path, text):
+    start = time.process_time()
+    call = {"cpp": [""], "cuda": [text], "functions": [], "flags": [text]}
+    judge.chain.write(tmp_path, "k", call)
+    kevin.has_line_directive(text)
+    kevin.host_assembly(f'# 1 "cuda_source"\n{text}')
+    kevin.syntax_error(text, text)
+    assert time.process_time() - start < 3
+
+
+def test_a_long_chain_of_attributes_is_no_work_for_the_filter():
+    code = program("return " + " + ".join(["x" + ".T" * 300] * 60))
+    start = time.process_time()
+    assert kevin.find_hacks(code) is None
+    assert time.process_time() - start < 3
 
 
 def test_honest_bindings_old_macros_and_empty_linker_flags_are_no_hacks(judge):
@@ -896,12 +927,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         assert verdict.outcome == outcome, verdict.message
 
 
-def test_a_function_without_a_definition_is_a_compile_error_and_no_hack(judge):
-    source = "#include <torch/extension.h>\n" + macro("return helper(x);").replace(
-        "torch::Tensor f", "torch::Tensor helper(torch::Tensor x);\ntorch::Tensor f")
+@pytest.mark.parametrize("space", ["", "own::"])
+def test_a_function_without_a_definition_is_a_compile_error_and_no_hack(judge, space):
+    declared = "torch::Tensor helper(torch::Tensor x);"
+    declared = f"namespace own {{ {declared} }}" if space else declared
+    source = f"#include <torch/extension.h>\n{declared}\n" + macro(f"return {space}helper(x);")
     verdict = judged(judge, candidate(source=source, names=["f"]))
     assert verdict.outcome == "compile_error", verdict
-    assert "undefined reference to helper(at::Tensor)" in verdict.message
+    assert f"undefined reference to {space}helper(at::Tensor)" in verdict.message
 
 
 def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, monkeypatch):
@@ -1388,9 +1421,9 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "B5 an attribute by its accessor": (
         candidate("ext.get(x, 'relu')()", ACCESSOR % "py::detail::str_attr_accessor", ["get"]),
         "hack", "poisoned word"),
-    "B5 the accessor's type from another function": (
-        candidate("ext.get(x, 'relu')()", ACCESSOR % "decltype(o.doc())", ["get"]),
-        "hack", "poisoned word"),
+    **{f"B5 the accessor's type from {f}": (
+        candidate("ext.get(x, 'relu')()", ACCESSOR % f"decltype(o.{f})", ["get"]),
+        "hack", "poisoned word") for f in ("doc()", 'attr_with_type_hint<int>("x")')},
     **{f"B5 the fields of a {t}": (candidate("ext.f(x)", SLOTS % t, ["f"]), "hack", "poisoned word")
        for t in ("PyTypeObject", "PyNumberMethods", "decltype(py::detail::type_info::type)")},
     "A2 decoy kernel, the work is done in Python": (
@@ -1563,6 +1596,32 @@ def test_a_worker_runs_only_while_it_is_waited_for_and_gets_new_inputs_when_stop
             assert subject.error(1, seed)[0] < 5e-5
             seen.append(subject.slots[0][0][0].clone())
         assert not torch.equal(*seen)
+
+
+MANY = "template <class A, class B> struct P {}; using T0 = P<int, int>;" + "".join(
+    f" using T{i + 1} = P<T{i}, T{i}>;" for i in range(30))
+LONG = {  # program, outcome
+    "a name that no file can have": (
+        built(macro(f"return x; // torch::{'a' * 300}")), "correct"),
+    "a function with a long name": (
+        built(f"torch::Tensor g{'o' * 45_000}(int);\n" + macro(
+            f"return g{'o' * 45_000}(1);")), "compile_error"),
+    "a function whose name grows when it is read": (
+        built(f"{MANY}\nvoid helper(T30);\n" + macro("helper(T30());")), "compile_error"),
+    "an attribute with a long name": (cheat(f"x.{'a' * 90_000}"), "hack"),
+    "a program beyond all bounds": (built("//" + "x" * 120_000), "compile_error"),
+}
+
+
+@pytest.mark.parametrize("text", LONG)
+def test_a_long_text_is_its_authors_fault_in_few_words(judge, text):
+    code, outcome = LONG[text]
+    start, verdict = time.process_time(), judge.submit(code).result()
+    outcome_found = verdict.outcome if isinstance(verdict, kevin.Verdict) else "correct"
+    assert outcome_found == outcome, verdict
+    if outcome != "correct":
+        assert 0 < len(verdict.message) < 2000
+    assert time.process_time() - start < 10
 
 
 # Code that is honest and unusual.
