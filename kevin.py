@@ -1311,8 +1311,9 @@ OPERATORS = ("empty", "empty_like", "zeros", "zeros_like", "ones", "ones_like", 
 LIGHT_HEADER = "\n".join([
     "#pragma once", "#define AT_PER_OPERATOR_HEADERS", "#include <ATen/core/Tensor.h>",
     "#include <ATen/TensorOperators.h>", "#include <c10/util/Exception.h>",
-    *[f"#include <{name}>" for name in ("algorithm", "array", "cmath", "iomanip", "iostream",
-                                        "map", "numeric", "set", "string", "tuple", "vector")],
+    *[f"#include <{name}>" for name in ("algorithm", "array", "cfloat", "cmath", "iomanip",
+                                        "iostream", "map", "numeric", "set", "string", "tuple",
+                                        "vector")],
     *[f"#include <ATen/ops/{name}.h>" for name in OPERATORS],
     "namespace torch {", "using namespace at;", "using std::nullopt;", "using std::optional;",
     "using Dtype = at::ScalarType;", "inline std::optional<Device> device_of(const Tensor& t) {",
@@ -1320,7 +1321,7 @@ LIGHT_HEADER = "\n".join([
     *[f"constexpr auto k{new} = at::k{old};" for new, old in (
         ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"),
         ("Int64", "Long"), ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
-    "namespace at {", "using torch::device_of;", "using torch::NoGradGuard;",
+    "namespace at {", "using torch::device_of;",
     *[f"struct {name} {{ {name}() {{}} template <class T> explicit {name}(const T&) {{}} }};"
       for name in ("DeviceGuard", "OptionalDeviceGuard")], "}", ""])
 HEADERS = {  # the full headers' names, and those that every operator includes and none needs
@@ -1336,6 +1337,10 @@ HEADERS = {  # the full headers' names, and those that every operator includes a
     "using CUDAGuard = OptionalCUDAGuard;\n}\n"
     "namespace at::cuda { using c10::cuda::OptionalCUDAGuard; using c10::cuda::CUDAGuard; }\n",
     "kevin_light.h": LIGHT_HEADER,
+    "kevin_real.h": "#include <c10/macros/Macros.h>\n#include <c10/util/Half.h>\n"
+    "#include <complex>\n"  # for nvcc torch's complex numbers bring Thrust, a sixth of all lines
+    "#pragma push_macro(\"__CUDACC__\")\n#undef __CUDACC__\n#include <c10/util/complex.h>\n"
+    "#pragma pop_macro(\"__CUDACC__\")\n",
     "kevin_syntax.h": "\n".join(f"#include <{name}.h>" for name in (
         "kevin_light", "cuda_runtime", "cuda_fp16", "device_launch_parameters")),
     "kevin_binding.h": "".join(f"#include <{name}>\n" for name in (
@@ -1344,6 +1349,9 @@ HEADERS = {  # the full headers' names, and those that every operator includes a
 NO_MODULE = """#define PYBIND11_MODULE(name, m) \\
     static_assert(false, "PYBIND11_MODULE is for cpp_sources; or name what to bind in functions");\\
     template <class T> void kevin_no_module(T m)"""
+THRUST = re.compile(  # code that may need it, or what it includes in turn
+    r"complex|thrust|\bcub|(?<!at::)(?<!c10::)\bcuda(::|\s*;)|cccl|_fp[468]|e\dm\d"
+    r"|[<\"](nv|ATen/native)/", re.IGNORECASE)
 SAMPLE = """std::vector<torch::Tensor> f(torch::Tensor a, std::vector<torch::Tensor> b,
     std::optional<torch::Tensor> c, int64_t d, double e, bool g, std::string h,
     std::vector<int64_t> i) { return {a}; }
@@ -1458,7 +1466,7 @@ class Toolchain:
             missing = "nvcc is not on PATH (set CUDA_HOME)" if self.gcc else "g++ is not on PATH"
             raise UserError(f"no compiler: {missing}")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, POISONED, cpu_name(), 8)
+                    SAMPLE, POISONED, cpu_name(), 9)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
         system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
@@ -1477,7 +1485,8 @@ class Toolchain:
         common = ["-DTORCH_API_INCLUDE_EXTENSION_H", f"-std={standard}", f"-I{self.include}",
                   *[part for path in system for part in ("-isystem", str(path))]]
         # what is not used leaves the library, and with it the symbols that headers bring along
-        host = ["-fPIC", "-fvisibility=hidden", "-ffunction-sections"]
+        host = ["-fPIC", "-fvisibility=hidden", "-ffunction-sections",
+                "--param=ggc-min-heapsize=1000000"]  # g++ frees no memory until it holds a GB
         self.cxx = [self.gcc, *common, *host, "-O1", "-march=native", "-fno-trapping-math",
                     "-fno-math-errno"]
         # one architecture, or each costs a compile; device code is at -O3 unless told otherwise
@@ -1485,7 +1494,8 @@ class Toolchain:
                      "--expt-relaxed-constexpr", "--extended-lambda",
                      *[w for f in host for w in ("-Xcompiler", f)]]
         self.syntax = [*self.cxx, "-fsyntax-only", "-w", "check.cpp"]
-        self.link = [self.gcc, "-shared", "-Wl,--gc-sections,--no-as-needed", *libraries]
+        self.binding = [self.gcc, "-shared", "-Wl,--gc-sections", f"{self.include}/binding.o"]
+        self.link = [*self.binding, "-Wl,--no-as-needed", *libraries]
         for name in ("scratch", "built", "include"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         with open(self.root / "lock", "w") as lock:
@@ -1508,19 +1518,35 @@ class Toolchain:
                         "cuda_runtime", "cuda_fp16", "cuda_bf16", "ATen/cuda/CUDAContext"))
                 (self.include / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.include / name).write_text(text)
+            self._compile_pybind()
             library = self.root / "sample.so"
             headers = ["kevin_binding.h"] + ["kevin_syntax.h"] * (self.device == "cuda")
             for header in (self.include / name for name in headers):
                 run_tool(*self.cxx, "-x", "c++-header", header, "-o", f"{header}.gch")
             sample = {"cpp": [SAMPLE], "cuda": [], "flags": [], "functions": ["f", "k", "n"]}
             self.write(self.root, "sample", sample)
-            run_tool(*self.cxx, "-DTORCH_EXTENSION_NAME=sample", "-shared", "-Wl,--gc-sections",
-                     self.root / "main.cpp", "-o", library)
+            run_tool(*self.cxx, "-DTORCH_EXTENSION_NAME=sample", "-c", self.root / "main.cpp",
+                     "-o", self.root / "main.o")
+            run_tool(*self.binding, self.root / "main.o", "-o", library)
             libm = Path(run_tool("g++", "-print-file-name=libm.so.6").strip())
             names = {*symbols_of(library, "undefined", "-D"),
                      *symbols_of(libm, "defined", "-D")}
             write_whole(symbols, json.dumps(sorted(names)).encode())
         return frozenset(json.loads(symbols.read_text()))
+
+    def _compile_pybind(self) -> None:
+        """Makes binding.o of pybind's own functions, most of a binding; once, not a kernel."""
+        pybind, lines = Path(torch.__file__).parent / "include/pybind11", []
+        for header in pybind.rglob("*.h"):
+            copy, text = self.include / header.relative_to(pybind.parent), header.read_text()
+            if header.name not in ("numpy.h", "functional.h"):  # they need more of Python
+                text = f"#pragma interface\n{text}"  # g++: who includes it leaves its functions out
+                lines.append(f'#pragma implementation "{header.name}"')  # and here they are
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text)
+        source = self.include / "binding.cpp"
+        source.write_text("\n".join([*lines, "#include <torch/csrc/utils/pybind.h>", ""]))
+        run_tool(*self.cxx, "-c", source, "-o", source.with_suffix(".o"))
 
     def write(self, folder: Path, name: str, call: dict) -> list[list[list[str]]]:
         """main.cpp and cuda.cu of one extension; the stages of commands that build built.so."""
@@ -1546,7 +1572,8 @@ class Toolchain:
         define = f"-DTORCH_EXTENSION_NAME={name}"
         objects = [[*self.cxx, define, "-c", "main.cpp", "-o", "main.o"]]
         if call["cuda"]:
-            head = ["#include <torch/types.h>", "#include <cuda_runtime.h>"]
+            real = [] if THRUST.search(text) else ["#include <kevin_real.h>"]
+            head = [*real, "#include <torch/types.h>", "#include <cuda_runtime.h>"]
             source = [*extra, NO_MODULE, *defined, '#line 1 "cuda_source"', *call["cuda"], ""]
             files["cuda.cu"] = head + source
             text = "\n".join(['#include "kevin_syntax.h"', *source])

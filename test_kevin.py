@@ -907,7 +907,6 @@ Tensor many(Tensor x, Tensor g, Tensor b, unsigned n, size_t m, torch::Dtype typ
     TORCH_CHECK(seen.count(128) && sizes[1] == 7 && m == 3);
     TORCH_CHECK(type == torch::kFloat32, "got ", type);
     const at::DeviceGuard guard(x.device());
-    at::NoGradGuard no_grad;
     std::ostringstream text;
     text << std::setprecision(3) << WIDTH + NOTHING;
     TORCH_CHECK(text.str() == "130");
@@ -1496,7 +1495,8 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "J6 machine code as data": (
         built(CODE_BYTES + macro("")), "hack", "poisoned word: cpp_source:1"),
     "J6 a call of what is nowhere": (
-        built("namespace { void helper(int); }\n" + macro("helper(1);")), "hack", "call.*helper"),
+        built("namespace { void helper(int); }\n" + macro("helper(1);")),
+        "compile_error", "undefined reference to .*helper"),
     "J11 a compile error that blames the disk": (
         built(macro("undeclared(); // No space left")), "compile_error", "undeclared"),
 }
@@ -4168,7 +4168,7 @@ TRICK(hidden_stream) {  // a stream that waits for no other
 OFF, NEW, FAULT = "incorrect: .*elements are off", "incorrect: .*new tensor", "runtime_error: "
 TIMED = "suspicious: |incorrect: |hack: |runtime_error: "  # or correct, but no faster than honest
 GPU_EXPLOITS = {  # what forward returns: what its verdict must match
-    "x * ext.honest(x, 0)": "hack: torch operator: .*aten::mul",
+    "x * ext.honest(x, 0)": "hack: torch operator: .*__mul__",
     "ext.on_host(x.to('cpu'), x.numel()).to(x.device)": "hack: .*copy to another device",
     "ext.honest(x, 0).to('cpu')": "hack: .*copy to another device",
     "ext.honest(x, 0).to(torch.float16)": "incorrect: .*dtype is torch.float16",
@@ -4430,7 +4430,8 @@ def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
     if isinstance(verdict, kevin.Build):
         verdict = gpu_judge.check(NORM if "forward(x, self" in code else GPU_TASK, verdict)
     said = ": ".join(filter(None, (verdict.outcome, verdict.rule, verdict.message)))
-    as_slow = verdict.runtime_ms and verdict.runtime_ms > 0.8 * gpu_builds[1]
+    uncharged = kevin.HIDDEN_MS + kevin.RUN_MS / kevin.MAX_CALLS["cuda"]
+    as_slow = verdict.runtime_ms and verdict.runtime_ms + uncharged > 0.8 * gpu_builds[1]
     assert re.match(expected, said, re.DOTALL) or expected == TIMED and as_slow, verdict
 
 
@@ -4455,7 +4456,7 @@ def test_eager_is_timed_before_a_candidate_lives_and_the_clock_agrees_with_hones
     assert not any(trusted for [trusted], _ in timed[1:])
     events = [ms for _, (ms, _) in timed[1:]]
     assert free.runtime_ms in events and waiting.runtime_ms in events, "nothing is charged"
-    assert waiting.runtime_ms < free.runtime_ms + 0.05, "who waits for the device pays for that"
+    assert waiting.runtime_ms < free.runtime_ms + 0.15, "who waits for the device pays for that"
 
 
 def slow_kernel(loops):
