@@ -2286,8 +2286,8 @@ def group_advantages(returns: list[float | None], scale: bool = False) -> list[f
     """Returns of one task's m * n samples minus their mean (4.2; PAPER: its code, Dr. GRPO).
 
     scale divides by their deviation. None marks a sample that the judge failed on: outside the
-    statistics, with advantage 0. A group that agrees within 1e-6 gets exact zeros, its mean is off
-    by a rounding step; and before a division one that agrees within the timer's noise, 2 %.
+    statistics, with advantage 0. A group that agrees within 1e-6 gets exact zeros (its mean is off
+    by a rounding step); before a division, also one that agrees within the timer's noise, 2 %.
 
     >>> [round(a, 3) for a in group_advantages([0.0, 1.3, None, 2.6])]
     [-1.3, 0.0, 0.0, 1.3]
@@ -4401,7 +4401,8 @@ def unsafe_program(code: str) -> str:
             known |= {a.asname or a.name.split(".")[0] for a in node.names}
             inside = getattr(node, "module", None) in SAFE_MODULES
             found = next((a.name for a in node.names if (
-                a.name in UNSAFE_NAMES if inside else a.name not in SAFE_MODULES)), "")
+                {a.name, a.name[0]} & {*UNSAFE_NAMES, "_"} if inside
+                else a.name not in SAFE_MODULES)), "")
         if isinstance(node, ast.Attribute) and (node.attr[0] == "_" and node.attr != "__init__"
                                                 or node.attr in UNSAFE_NAMES):
             found = node.attr
