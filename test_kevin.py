@@ -260,7 +260,8 @@ UNSAFE = """import os | from torch import os | torch.os.system | torch.utils.cpp
     | x.__class__ | torch.load('a') | nn.Module.__subclasses__ | getattr(torch, 'o')
     | torch._C | torch.jit.load | eval('1') | (lambda eval: x)(0) + eval('1')
     | from torch import _utils | import torch.utils.cpp_extension as c | from torch import *
-    | from torch.utils import data | [(i for i in x).gi_frame.f_builtins] | import torch.utils.collect_env as c"""
+    | from torch.utils import data | [(i for i in x).gi_frame.f_builtins]
+    | import torch.utils.collect_env as c"""
 
 
 @pytest.mark.parametrize("line", UNSAFE.split("|"))
