@@ -72,6 +72,7 @@ import signal
 import socket
 import stat
 import statistics
+import string
 import struct
 import subprocess
 import sys
@@ -601,7 +602,8 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
             whole = isinstance(node, ast.Import)
             full = alias.name if whole else f"{'.' * node.level}{node.module}.{alias.name}"
             allowed = full in MODULES or not whole and NAMES_ALLOWED.fullmatch(full)
-            if not allowed or node not in tree.body:
+            private = "__" in alias.name or "__" in (alias.asname or "")
+            if not allowed or private or node not in tree.body:
                 raise Violation("import", node, f"`{full}` may not be imported here")
             short = alias.asname or alias.name.split(".")[0]
             full = full.split(".")[0] if whole and not alias.asname else full
@@ -644,8 +646,8 @@ def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
                 if called == "torch.utils.cpp_extension.load_inline" \
                         or dotted(node.value) in handles:
                     handles.add(dotted(node.targets[0]))
-    bound = [bound_name(node) for node in ast.walk(tree)]
-    return {name for name in handles - {""} if bound.count(name) == 1}
+    bound = collections.Counter(bound_name(node) for node in ast.walk(tree))
+    return {name for name in handles - {""} if bound[name] == 1}
 
 
 def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles: set[str],
@@ -731,6 +733,16 @@ class Guard(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(call, node))
 
 
+def looks_up(text: str) -> bool:
+    """Whether str.format, given this text, would look up attributes or items.
+
+    >>> looks_up("{:.2f} {{ a.b }}"), looks_up("{0.a}"), looks_up("{:{0[a]}}")
+    (False, True, True)
+    """
+    return any(re.search(r"[.[]", name or "") or looks_up(spec or "")
+               for _, name, spec, _ in string.Formatter().parse(text))
+
+
 def guarded_space(extensions: list) -> dict:
     """Globals for a program that Guard has been through; extensions are the modules it built."""
     def get(value, name):
@@ -739,8 +751,8 @@ def guarded_space(extensions: list) -> dict:
             allowed = built or NAMES_ALLOWED.fullmatch(f"{value.__name__}.{name}")
         else:
             allowed = isinstance(value, nn.Module) or name in METHODS
-        if name == "format" and (type(value) is not str or re.search(r"{[^}]*[.[]", value)):
-            allowed = False  # it would look attributes up by itself
+        if name == "format" and (type(value) is not str or looks_up(value)):
+            allowed = False
         if type(value) is super and name == "__init__" or allowed and "__" not in name:
             return getattr(value, name)
         raise Violation(f"`.{name}` of a {type(value).__name__} may not be used")
@@ -756,10 +768,12 @@ def guarded_space(extensions: list) -> dict:
     return {"__name__": "candidate", "__builtins__": names}
 
 
-def refusing(operator: str):
-    """A method that no candidate's forward may call."""
-    def method(*_):
-        raise Violation(f"torch's `{operator}` may not be used in forward")
+def refusing(name: str):
+    """A method that no candidate may call."""
+    def method(*values, **_):
+        if name in ("__eq__", "__ne__") and values[-1] is None:
+            return NotImplemented  # x == None asks whether x is there
+        raise Violation(f"torch's `{name}` may not be used in forward")
 
     return method
 
@@ -776,6 +790,10 @@ def by_place(operator: str):
     return method
 
 
+# of nn.Module: they look up, by a text, attributes of what a get_submodule of one's own returns,
+# or compile
+MODULE_REFUSES = """get_submodule set_submodule get_parameter get_buffer load_state_dict
+    _load_from_state_dict compile""".split()
 TENSOR_OPERATORS = [f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in
                     "add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split()]
 TENSOR_OPERATORS += [f"__{name}__" for name in
@@ -1163,6 +1181,8 @@ class Worker:
         stand_in.load_inline = load_inline
         sys.modules["torch.utils.cpp_extension"] = torch.utils.cpp_extension = stand_in
         program, self.guarded = ast.parse(code), names != []  # a task's own model is free
+        for name in MODULE_REFUSES if self.guarded else ():
+            setattr(nn.Module, name, refusing(name))
         self.space = guarded_space(extensions) if self.guarded else {"__name__": "task"}
         program = Guard().visit(program) if self.guarded else program
         exec(compile(program, "candidate", "exec"), self.space)
@@ -1345,7 +1365,7 @@ HEADERS = {  # the full headers' names, and those that every operator includes a
         "kevin_light", "cuda_runtime", "cuda_fp16", "device_launch_parameters")),
     "kevin_binding.h": "".join(f"#include <{name}>\n" for name in (
         "kevin_light.h", "torch/csrc/utils/pybind.h", "torch/csrc/Exceptions.h", "iostream",
-        "signal.h", "pybind11/numpy.h", "pybind11/functional.h"))}
+        "any", "signal.h", "pybind11/numpy.h", "pybind11/functional.h"))}
 NO_MODULE = """#define PYBIND11_MODULE(name, m) \\
     static_assert(false, "PYBIND11_MODULE is for cpp_sources; or name what to bind in functions");\\
     template <class T> void kevin_no_module(T m)"""
@@ -1411,12 +1431,19 @@ def read_regular(path: Path) -> bytes:
         return b""
 
 
+def short_log(folder: Path) -> str:
+    """The start of a build's log, with its lines cut, for each error repeats a line of the text."""
+    log = read_regular(folder / "log")[: 4 << 20]
+    return re.sub(rb"(?m)^(.{500}).*", rb"\1", log).decode(errors="replace")
+
+
 POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ ifunc __ifunc__
     weakref __weakref__ __REDIRECT __REDIRECT_NTH __REDIRECT_NTHNL __ASMNAME __ASMNAME2
     """.split() + """attr getattr setattr hasattr delattr doc attr_with_type_hint str_attr_accessor
-    obj_attr_accessor accessor_policies get_override get_type_override get_internals type_info
-    """.split())  # for the assembler; Python's objects from C++
+    obj_attr_accessor accessor_policies get_override get_type_override get_internals type_info of
+    handle_of get_type""".split())  # for the assembler; Python's objects from C++
 PYTHON = re.compile("_?Py[A-Z_]")
+PYBIND = re.compile(r"_Z\w*8pybind11\w*")  # its functions by their mangled names
 PYTHON_WORDS = r"\b(?!\w*(?:HEAD_INIT|_CAST))(?:_?Py[A-Z_]\w*|(?:tp|nb|sq|mp)_\w+|ob_type)\b"
 DOCSTRING = re.compile(r'\b\w+\.doc\(\) *= *"[^"\n]*";')  # no one reads it, and "doc" is poisoned
 
@@ -1466,7 +1493,7 @@ class Toolchain:
             missing = "nvcc is not on PATH (set CUDA_HOME)" if self.gcc else "g++ is not on PATH"
             raise UserError(f"no compiler: {missing}")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, POISONED, cpu_name(), 9)
+                    SAMPLE, POISONED, cpu_name(), 10)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
         system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
@@ -1505,13 +1532,6 @@ class Toolchain:
     def _prepare(self, symbols: Path) -> frozenset[str]:
         if not symbols.exists():
             print("kevin: precompiling headers, once, about half a minute", file=sys.stderr)
-            # what Python offers to C a candidate may not name; PYBIND11_MODULE needs its constants
-            text = "".join(header.read_text("latin-1") for header in
-                           Path(sysconfig.get_path("include")).rglob("*.h"))
-            constants = re.findall(r"#[ \t]*define[ \t]+(\w+)(?!\w|\()", text)
-            words = sorted({*re.findall(PYTHON_WORDS, text)} - {*constants})
-            (self.include / "kevin_poison.h").write_text(
-                f"#pragma GCC system_header\n#pragma GCC poison {POISONED} {' '.join(words)}\n")
             for name, text in HEADERS.items():
                 if name == "kevin_binding.h" and self.device == "cuda":  # before words are poisoned
                     text += "".join(f"#include <{name}.h>\n" for name in (
@@ -1519,6 +1539,7 @@ class Toolchain:
                 (self.include / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.include / name).write_text(text)
             self._compile_pybind()
+            self._write_poison()
             library = self.root / "sample.so"
             headers = ["kevin_binding.h"] + ["kevin_syntax.h"] * (self.device == "cuda")
             for header in (self.include / name for name in headers):
@@ -1533,6 +1554,16 @@ class Toolchain:
                      *symbols_of(libm, "defined", "-D")}
             write_whole(symbols, json.dumps(sorted(names)).encode())
         return frozenset(json.loads(symbols.read_text()))
+
+    def _write_poison(self) -> None:
+        """The header after which C++ may not name what reaches the assembler or Python."""
+        text = "".join(header.read_text("latin-1") for header in
+                       Path(sysconfig.get_path("include")).rglob("*.h"))
+        constants = re.findall(r"#[ \t]*define[ \t]+(\w+)(?!\w|\()", text)
+        words = {*re.findall(PYTHON_WORDS, text)} - {*constants}  # PYBIND11_MODULE needs some
+        words |= {*filter(PYBIND.fullmatch, symbols_of(self.include / "binding.o", "defined"))}
+        (self.include / "kevin_poison.h").write_text(
+            f"#pragma GCC system_header\n#pragma GCC poison {POISONED} {' '.join(sorted(words))}\n")
 
     def _compile_pybind(self) -> None:
         """Makes binding.o of pybind's own functions, most of a binding; once, not a kernel."""
@@ -1604,7 +1635,7 @@ class Toolchain:
                 names = symbols_of(copied.name, "undefined", *options) if data else []
             # device code's object holds no binding
             foreign += foreign_symbols(names, self.own_binding) if options else [
-                name for name in names if PYTHON.match(name)]
+                name for name in names if PYTHON.match(name) or PYBIND.match(name)]
         readable = [name for name in foreign if len(name) < 400 and name.count("S_") < 24]
         called = run_tool("c++filt", "_", *readable[:5]).splitlines()[1:] or ["(long names)"]
         if foreign and all(re.match(OWN_NAMES, name) for name in foreign):
@@ -1853,20 +1884,18 @@ class Judge:
                 order = {"folder": str(folder), "timeout_s": 3 * BUILD_TIMEOUT_S}
                 if call["cuda"]:
                     child.ask("build", stages=[[self.chain.syntax]], **order)
-                    log = read_regular(folder / "log").decode(errors="replace")
-                    wrong = syntax_error(log, "\n".join(call["cuda"]))
+                    wrong = syntax_error(short_log(folder), "\n".join(call["cuda"]))
                     if wrong:
                         raise Rejected("compile_error", "", wrong)
                 child.ask("build", stages=stages, **order)
-            log, library = (read_regular(folder / file) for file in ("log", "built.so"))
+            log, library = short_log(folder), read_regular(folder / "built.so")
             full = shutil.disk_usage(folder).free < DISK_NEEDED
             if not library and (full or not log):
                 raise JudgeFault(f"the build did not run: {log[:500]!r}")
-            if b'attempt to use poisoned "' in log:
-                text = first_errors(log.decode(errors="replace"), 300)
-                raise Rejected("hack", "poisoned word", text)
+            if 'attempt to use poisoned "' in log:
+                raise Rejected("hack", "poisoned word", first_errors(log, 300))
             if not library:
-                raise Rejected("compile_error", "", first_errors(log.decode(errors="replace")))
+                raise Rejected("compile_error", "", first_errors(log))
             if len(library) > LIBRARY_LIMIT:
                 raise Rejected("compile_error", "", f"the library has {len(library)} bytes")
             self.chain.gate(folder, library, call)
@@ -2125,6 +2154,7 @@ CLOCK_ATTEMPTS = 3
 TRIALS, WEIGHT_SEEDS = 5, 2  # DEPARTS: the paper's early code has one trial, at a tolerance of 1e-2
 MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
 BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the power cap
+LISTENED = 3  # rounds: who counts calls and cheats in three bursts of five is heard 19 times of 20
 MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
 # what the clock may see beyond an honest kernel's events: of a call, of its time, of a whole run
 HIDDEN_MS, HIDDEN_SHARE, RUN_MS = 0.02, 0.05, 0.15
@@ -2169,7 +2199,8 @@ def compare(output: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor) -> t
                    f"{list(index)}: {found:.6g} instead of {right:.6g}")
 
 
-def burst(subject: Subject, weights: int, ms: float) -> tuple[float, float, list[int]]:
+def burst(subject: Subject, weights: int, ms: float,
+          listen: bool = False) -> tuple[float, float, list[int]]:
     """(ms of a call, the same by this process's clock, seeds of the inputs).
 
     As many calls as fill a burst, on new inputs at the old addresses. On a GPU their events tell,
@@ -2178,7 +2209,7 @@ def burst(subject: Subject, weights: int, ms: float) -> tuple[float, float, list
     """
     wanted = math.ceil(BURST_MS[subject.device] / max(ms, 1e-3))
     seeds = [fresh_seed() for _ in range(min(subject.calls, wanted) or 1)]
-    clock, events = subject.run(weights, *seeds)
+    clock, events = subject.run(weights, *seeds, listen=listen)
     return statistics.mean(events) if events else clock, clock, seeds
 
 
@@ -2186,14 +2217,17 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
     """(ms of a call, what the clock saw beyond it at least) of each, from bursts that alternate.
 
     Outputs of a candidate's timed calls are checked, drawn after the burst: an answer that is
-    cached, replayed or left out is a wrong answer. One more, at a random time, is listened to.
+    cached, replayed or left out is a wrong answer. More bursts, at random times, are listened to.
     """
     draw, weights, rows = random.SystemRandom(), fresh_seed(), [[] for _ in subjects]
     first = [min(burst(s, weights, math.inf)[0] for _ in range(3)) for s in subjects]  # warm-up
-    listened = draw.randrange(ROUNDS)
+    listened = draw.sample(range(ROUNDS), LISTENED)
     for turn in range(ROUNDS):
         for which in range(len(subjects))[:: (1, -1)[turn % 2]]:
-            subject = subjects[which]
+            subject, early = subjects[which], draw.random() < 0.5
+            heard = turn in listened and not subject.trusted
+            if heard and early:
+                burst(subject, weights, first[which], listen=True)
             ms, clock, inputs = burst(subject, weights, first[which])
             rows[which].append((ms, clock - ms - RUN_MS / len(inputs)))
             if subject.trusted:
@@ -2201,8 +2235,8 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
             for slot in draw.sample(range(len(inputs)), min(2, len(inputs))):
                 seeds += [weights, inputs[slot]]
                 subject.error(*seeds[-2:], slot)
-            if turn == listened:
-                subject.run(weights, *[fresh_seed() for _ in inputs], listen=True)
+            if heard and not early:
+                burst(subject, weights, first[which], listen=True)
     return [(statistics.median(row[0] for row in r), min(row[1] for row in r)) for r in rows]
 
 

@@ -464,7 +464,8 @@ HACKS = {
         "import os\nimport numpy as np\nfrom os import path\nfrom torch.nn.functional import relu\n"
         "from torch import matmul as m\nfrom torch import *\nfrom . import torch\n"
         "from typing import get_type_hints\nfrom torch.nn import Linear\nimport torch.linalg\n"
-        "from math import *\nfrom torch.utils import data").split("\n")],
+        "from math import *\nfrom torch.utils import data\nimport math as __m\n"
+        "from torch.nn.init import __builtins__ as b\nfrom math import __loader__").split("\n")],
     "ModelNew": ["import torch"]
     + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
     + [program(top="Module = torch.Tensor", base="Module")]
@@ -536,6 +537,7 @@ HONEST = [
     program("return launch(x, y)", "def launch(a, b):\n    return ext.f(a, b)"),
     program("with torch.no_grad():\n    return g(x)", "@torch.no_grad()\ndef g(x): return x"),
     program("a, b = x.chunk(2, dim=-1)\nreturn ext.f(a, b.movedim(0, 1).type_as(y))"),
+    program("return ext.f(x, y)", 'T = "{{ {w:.2f} }} a[0].b".format(w=1.5)'),
     program("if x.dim() != 2:\n    raise ValueError(f'{x.shape}')\nreturn ext.f(x, y)"),
     program(top="import torch.nn.functional as F"),
     "from __future__ import annotations\n" + program(),
@@ -1362,6 +1364,20 @@ pybind11::object product(pybind11::object a, pybind11::object b) {
 ACCESSOR = """pybind11::object get(pybind11::object o, std::string name) {
     return %s(o, name.c_str());
 }"""
+MANGLED_GETATTR = """extern "C" void* _ZN8pybind117getattrENS_6handleEPKc(
+    void* result, void* object, const char* name);
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.def("get", [](pybind11::object o) {
+        pybind11::object found;
+        _ZN8pybind117getattrENS_6handleEPKc(&found, o.ptr(), "relu");
+        return found; });
+}"""
+TYPE_OF = "pybind11::object get(pybind11::object o) { return pybind11::type::of(o); }"
+BY_TEXT = """        self.{0}
+
+    def get_submodule(self, name):
+        return nn.init.uniform_
+"""
 SLOTS = """namespace py = pybind11;
 bool f(py::object o) {
     auto& [a, b, c, d, e] = *(%s*)o.ptr();
@@ -1418,6 +1434,13 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
         candidate("0", FIRST, [*NAMES, "first"]).replace("\n        return 0", OTHERWISE % rest),
         "hack", "may not be (used|indices) in forward")
        for rest in ("* 2", "== x", "[x.long()]", "if sum(x) is None else x")},
+    **{f"A4 an attribute by its name, {call}": (
+        cheat("norm", init=BY_TEXT.format(call)), "hack", "may not be used")
+       for call in ('get_buffer("a.__globals__")', 'set_submodule("a._buffers", nn.ModuleDict())',
+                    'get_parameter("a.__code__")', "load_state_dict({})")},
+    "B5 getattr by its mangled name": (
+        candidate("ext.get(x)()", MANGLED_GETATTR, []), "hack", "poisoned word"),
+    "B5 the type of types": (candidate("ext.get(x)", TYPE_OF, ["get"]), "hack", "poisoned word"),
     "B5 an attribute by its accessor": (
         candidate("ext.get(x, 'relu')()", ACCESSOR % "py::detail::str_attr_accessor", ["get"]),
         "hack", "poisoned word"),
@@ -1614,6 +1637,15 @@ LONG = {  # program, outcome
 }
 
 
+def test_a_log_that_repeats_long_lines_is_cut(tmp_path):
+    line = "cuda_source:1:1: error: '" + "x" * 400_000
+    (tmp_path / "log").write_text(f"{line}\n" * 40)
+    start, log = time.process_time(), kevin.short_log(tmp_path)
+    assert len(log) < 10_000 and kevin.syntax_error(log, "x") == ""
+    assert kevin.first_errors(log).startswith(line[:200])
+    assert time.process_time() - start < 2
+
+
 @pytest.mark.parametrize("text", LONG)
 def test_a_long_text_is_its_authors_fault_in_few_words(judge, text):
     code, outcome = LONG[text]
@@ -1770,6 +1802,61 @@ Tensor f(Tensor x, Tensor g, Tensor b) {
     return out.view({-1, x.size(1)});
 }""",
 }
+
+
+PYTHON_IDIOMS = """from __future__ import annotations
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from math import sqrt
+from torch.utils.cpp_extension import load_inline
+from typing import Optional
+
+ROW = "for (int j = 0; j < n; ++j) {{ {body} }} // {width:.1f} %\\n"
+source = r'''SOURCE'''.replace("// ROW", ROW.format(body="sum += p[j];", width=1.5))
+ext = load_inline(name="k", cpp_sources=source, functions=["norm"], extra_cflags=["-O3", "-DN=1"])
+norm = ext.norm
+KINDS = {torch.float32: "float", (2, 3): None}
+
+
+def checked(x: torch.Tensor, b: Optional[torch.Tensor] = None) -> torch.Tensor:
+    assert x.dtype in KINDS and x.dim() == 2, f"{x.shape} of {x.dtype!r}: {x.stride()[-1]:>3}"
+    return x if b is None or b == None else x.view(-1, x.shape[-1])
+
+
+class ModelNew(nn.Module):
+    scale = 1.0
+
+    def __init__(self, cols, eps: float = 1e-5):
+        super(ModelNew, self).__init__()
+        self.g = nn.Parameter(torch.ones(cols) * self.scale)
+        self.params = nn.ParameterList([nn.Parameter(torch.zeros(cols))])
+        self.register_buffer("table", torch.arange(cols, dtype=torch.float32) / sqrt(cols))
+        self.table[::2] = -self.table[1::2] if cols > 1 else 0.5
+        self.sizes = [cols] + [n * 2 for n in range(3)]
+        self.half, (self.a, *self.rest) = cols // 2, (1, 2, 3)
+
+    @staticmethod
+    def launch(*tensors):
+        return norm(*tensors)
+
+    @torch.no_grad()
+    def forward(self, x):
+        rows, cols = x.size()
+        x = checked(x.contiguous(), self.table)
+        if (n := x.numel()) != rows * self.sizes[0] or self.training is None or not len(self.rest):
+            raise ValueError("{0} and {1:.2f}".format(n, 2.0))
+        halves = [x[:, : self.half], x[..., self.half :]]
+        out = torch.empty_like(x)
+        out[:, : self.half], out[..., self.half :] = halves
+        return self.launch(out[None].squeeze(0), self.g, next(iter(self.params)))
+"""
+
+
+def test_honest_python_is_correct_where_the_guard_looks_at_every_attribute(judge):
+    code = PYTHON_IDIOMS.replace("SOURCE", KERNELS.partition("Tensor wrong")[0])
+    verdict = judged(judge, code)
+    assert verdict.outcome == "correct", verdict
 
 
 @pytest.mark.parametrize("idiom", IDIOMS)
