@@ -2154,7 +2154,7 @@ CLOCK_ATTEMPTS = 3
 TRIALS, WEIGHT_SEEDS = 5, 2  # DEPARTS: the paper's early code has one trial, at a tolerance of 1e-2
 MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
 BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the power cap
-LISTENED = 3  # rounds: who counts calls and cheats in three bursts of five is heard 19 times of 20
+LISTENED = 3  # rounds; who counts bursts and cheats in three of five is heard in 7 of 10 verdicts
 MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
 # what the clock may see beyond an honest kernel's events: of a call, of its time, of a whole run
 HIDDEN_MS, HIDDEN_SHARE, RUN_MS = 0.02, 0.05, 0.15
