@@ -947,8 +947,8 @@ def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, mon
             subject.error(1, 2)
     real = kevin.burst
     for clock, rule in ((1e-9, "too fast"), (9.0, "clock")):  # of work that no event saw
-        monkeypatch.setattr(kevin, "burst", lambda subject, *rest, clock=clock: (
-            1e-9, clock, real(subject, *rest)[2]))
+        monkeypatch.setattr(kevin, "burst", lambda *call, clock=clock, **listen: (
+            1e-9, clock, real(*call, **listen)[2]))
         verdict = judged(judge, candidate())
         assert (verdict.outcome, verdict.rule) == ("suspicious", rule), verdict
         assert kevin.kernel_score(verdict) == 0
@@ -1935,8 +1935,8 @@ FAULTS = {  # stage that fails, pattern of its message, and what is broken: plac
     "GPU lost": ("_check", "launch failure", lambda judge: (
         kevin, "reference_models", failing(torch.AcceleratorError("launch failure")))),
     "eager's worker dead": ("_check", "died", lambda judge, real=kevin.burst: (
-        kevin, "burst", lambda subject, *rest: (
-            os.kill(subject.pid, 9) if subject.trusted else None, real(subject, *rest))[1])),
+        kevin, "burst", lambda subject, *rest, **listen: (
+            os.kill(subject.pid, 9) if subject.trusted else 0, real(subject, *rest, **listen))[1])),
     "compiler gone": ("_build", "/gone/g", lambda judge: (
         judge.chain, "cxx", ["/gone/g++", *judge.chain.cxx[1:]])),
     "built: disk full": ("_build", "No space", None),
@@ -4558,8 +4558,10 @@ def test_work_that_no_event_sees_is_charged(gpu_judge, monkeypatch):
     plain, bursts = judged(gpu_judge, slow_kernel(2_000), GPU_TASK).runtime_ms, []
     real = kevin.burst
 
-    def unseen(subject, *rest):
-        bursts.append(real(subject, *rest))
+    def unseen(*call, listen=False):
+        if listen:
+            return real(*call, listen=True)
+        bursts.append(real(*call))
         return (bursts[-1][0] * 0.75, *bursts[-1][1:])  # a quarter lies outside of the events
 
     monkeypatch.setattr(kevin, "burst", unseen)
