@@ -775,6 +775,21 @@ def test_a_kernel_that_is_not_right_earns_its_verdict(judge, expression):
     assert verdict.speedup == 0
 
 
+def test_a_constant_that_nobody_computed_is_too_fast(judge):
+    zero = NORM.code.replace("ROWS, COLS = 64, 256", "ROWS, COLS = 2048, 1024").replace(
+        "return self.norm(x)", "return (self.norm(x) - self.norm(x)).sum(1, keepdim=True)")
+    sources = {  # what it does, outcome
+        "return torch::zeros({x.size(0), 1}, x.options());": "suspicious",
+        """auto out = torch::empty({x.size(0), 1}, x.options());
+    const volatile float* p = x.data_ptr<float>();
+    for (int64_t i = 0; i < x.numel(); ++i) out.data_ptr<float>()[i / x.size(1)] = p[i] - p[i];
+    return out;""": "correct"}
+    for body, outcome in sources.items():
+        verdict = judged(judge, candidate("ext.f(x, self.g)", macro(body), ["f"]),
+                         replace(NORM, id="X-9", code=zero))
+        assert verdict.outcome == outcome, verdict
+
+
 def test_an_endless_kernel_ends_at_the_limit_and_leaves_no_process(judge, monkeypatch):
     monkeypatch.setattr(kevin, "RUN_TIMEOUT_S", 3.0)
     before, start = processes(judge.zygote.pid), time.time()
