@@ -768,12 +768,12 @@ def guarded_space(extensions: list) -> dict:
     return {"__name__": "candidate", "__builtins__": names}
 
 
-def refusing(name: str):
-    """A method that no candidate may call."""
+def refusing(name: str, where: str = ""):
+    """A method that no candidate may call there."""
     def method(*values, **_):
         if name in ("__eq__", "__ne__") and values[-1] is None:
             return NotImplemented  # x == None asks whether x is there
-        raise Violation(f"torch's `{name}` may not be used in forward")
+        raise Violation(f"torch's `{name}` may not be used{where}")
 
     return method
 
@@ -798,7 +798,7 @@ TENSOR_OPERATORS = [f"__{prefix}{name}__" for prefix in ("", "r", "i") for name 
                     "add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split()]
 TENSOR_OPERATORS += [f"__{name}__" for name in
                      "neg pos abs invert lt le gt ge eq ne contains reversed".split()]
-GUARDED = {name: refusing(name) for name in TENSOR_OPERATORS} | {
+GUARDED = {name: refusing(name, " in forward") for name in TENSOR_OPERATORS} | {
     name: by_place(name) for name in ("__getitem__", "__setitem__")}
 UNGUARDED = {name: vars(torch.Tensor)[name] for name in GUARDED if name in vars(torch.Tensor)}
 

@@ -4533,8 +4533,7 @@ def test_honest_cuda_is_correct_and_no_trick_earns_more_than_its_kernel(
     if isinstance(verdict, kevin.Build):
         verdict = gpu_judge.check(NORM if "forward(x, self" in code else GPU_TASK, verdict)
     said = ": ".join(filter(None, (verdict.outcome, verdict.rule, verdict.message)))
-    uncharged = kevin.HIDDEN_MS + kevin.RUN_MS / kevin.MAX_CALLS["cuda"]
-    as_slow = verdict.runtime_ms and verdict.runtime_ms + uncharged > 0.8 * gpu_builds[1]
+    as_slow = verdict.runtime_ms and verdict.runtime_ms > 0.8 * gpu_builds[1]
     assert re.match(expected, said, re.DOTALL) or expected == TIMED and as_slow, verdict
 
 
@@ -4559,7 +4558,7 @@ def test_eager_is_timed_before_a_candidate_lives_and_the_clock_agrees_with_hones
     assert not any(trusted for [trusted], _ in timed[1:])
     events = [ms for _, (ms, _) in timed[1:]]
     assert free.runtime_ms in events and waiting.runtime_ms in events, "nothing is charged"
-    assert waiting.runtime_ms < free.runtime_ms + 0.15, "who waits for the device pays for that"
+    assert waiting.runtime_ms < free.runtime_ms + 0.1, "who waits for the device pays for that"
 
 
 def slow_kernel(loops):
