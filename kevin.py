@@ -4436,7 +4436,7 @@ def unsafe_program(code: str) -> str:
             known |= {a.asname or a.name.split(".")[0] for a in node.names}
             inside = getattr(node, "module", None) in SAFE_MODULES
             found = next((a.name for a in node.names if (
-                {a.name, a.name[0]} & {*UNSAFE_NAMES, "_"} if inside
+                a.name in UNSAFE_NAMES or a.name[0] == "_" if inside
                 else a.name not in SAFE_MODULES)), "")
         if isinstance(node, ast.Attribute) and (node.attr[0] == "_" and node.attr != "__init__"
                                                 or node.attr in UNSAFE_NAMES):
