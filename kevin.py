@@ -1203,41 +1203,103 @@ class Worker:
     def do_run(self, count: int, listen: bool, fds) -> dict:
         """Calls on the first slots, each output copied into its slot, with a claim of what it is.
 
-        All outputs are kept, so that no call gets another's memory; where their bytes are is asked
-        within the time, or a tensor could compute itself when it is looked at.
+        All outputs are kept, so that no call gets another's memory. Timed on a GPU, some elements
+        of the inputs come into place just before the start and some of the output are read before
+        the end: other streams, which wait for neither, can begin no earlier and end no later.
         """
         outputs, claims, taken, timed = [], [], set(self.held), self.device == "cuda" and not listen
         listener = OperatorListener(self.device) if listen else contextlib.nullcontext()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                  for _ in range(count * timed)]
+        draws = torch.Generator(self.device).manual_seed(fresh_seed()) if timed else None
+        probes = [Probe(*slot, draws) for slot in self.slots[:count] if timed]
         with torch.no_grad():
             for number, (inputs, place) in enumerate(self.slots[:count]):
                 if timed:
                     torch.cuda.synchronize()  # or what a kernel marks to persist outlives the flush
                     cuda("cudaCtxResetPersistingL2Cache")
-                    for _ in range(2):  # long enough to hide the launches after it
+                    for _ in range(3):  # long enough to hide the launches after it
                         self.flush.zero_()
-                    events[number][0].record()
+                    probes[number].start()
                 with listener:
                     out = self.model(*inputs)
-                claim = {"type": "Tensor" if type(out) is torch.Tensor else type(out).__name__}
+                if timed:  # whether or not forward waited, what follows is no part of its time
+                    probes[number].end(out)
+                    torch.cuda.synchronize()
                 outputs.append(out)
-                claims.append(claim)
-                if type(out) is torch.Tensor:
-                    storage, data = out.untyped_storage(), out.data_ptr()
-                    rest = storage.data_ptr() + storage.nbytes() - data
-                    own = storage.data_ptr() not in taken and rest >= len(place)
-                    taken.add(storage.data_ptr())
-                    claim |= {"shape": list(out.shape), "strides": list(out.stride()), "own": own,
-                              "dtype": str(out.dtype), "device": out.device.type}
+                memory = self._memory(out, len(place), taken)
+                claims.append(self._claim(out, memory))
+                if memory is not None:
+                    place.copy_(memory)
                 if timed:
-                    events[number][1].record()
-                if claim.get("own") and claim["device"] == self.device:
-                    place.copy_(raw_bytes(data, len(place), self.device))
+                    probes[number].keep()
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return {"ms": [start.elapsed_time(end) for start, end in events], "claims": claims,
+        return {"ms": [probe.ms() for probe in probes], "claims": claims,
                 "ops": sorted(listener.names) if listen else []}
+
+    def _memory(self, out, size: int, taken: set) -> torch.Tensor | None:
+        """The bytes of an output that has memory of its own here."""
+        if type(out) is not torch.Tensor:
+            return None
+        storage, data = out.untyped_storage(), out.data_ptr()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if start in taken or end - data < size or out.device.type != self.device:
+            return None
+        taken.add(start)
+        return raw_bytes(data, size, self.device)
+
+    def _claim(self, out, memory: torch.Tensor | None) -> dict:
+        if type(out) is not torch.Tensor:
+            return {"type": type(out).__name__}
+        return {"type": "Tensor", "shape": list(out.shape), "strides": list(out.stride()),
+                "own": memory is not None, "dtype": str(out.dtype), "device": out.device.type}
+
+
+class Probe:
+    """The events of one call, and the elements by which its work is held between them."""
+
+    def __init__(self, inputs: list, place: torch.Tensor, draws: torch.Generator):
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self.stream, self.place, self.found = torch.cuda.current_stream(), place, None
+        tensors = [x for x in inputs if torch.is_tensor(x) and x.numel()]
+        self.late = [withhold(x.as_strided((x.numel(),), (1,)), draws) for x in tensors]
+        chance = random.SystemRandom()
+        self.pace, self.shift = chance.uniform(0.9, 1.0), chance.random()
+
+    def start(self) -> None:
+        """Makes the inputs whole."""
+        for flat, places, values in self.late:
+            flat.index_copy_(0, places, values)
+        self.events[0].record(self.stream)
+
+    def end(self, out) -> None:
+        """Reads elements of the output at an even pace: in two steps, for who waits pays them."""
+        if type(out) is torch.Tensor:
+            total = len(self.place) // out.element_size()
+            count, pace = min(PROBES, total), max(1, int(total / PROBES * self.pace))
+            first = int(self.shift * (total - (count - 1) * pace))
+            self.where = (count,), (pace,), first
+            self.found = out.as_strided(*self.where[:2], out.storage_offset() + first).clone()
+        self.events[1].record(self.stream)
+
+    def keep(self) -> None:
+        """Puts what was read where the output was copied to."""
+        if self.found is not None:
+            self.place.view(self.found.dtype).as_strided(*self.where).copy_(self.found)
+
+    def ms(self) -> float:
+        """Milliseconds from start to end, once both are over."""
+        return self.events[0].elapsed_time(self.events[1])
+
+
+def withhold(flat: torch.Tensor, draws: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Puts values of other elements, which no one can tell from true ones, at random places.
+
+    Returns (flat, the places, their true values).
+    """
+    places, others = torch.randint(len(flat), (2, PROBES), generator=draws, device=flat.device)
+    values = flat.index_select(0, places)
+    flat.index_copy_(0, places, flat.index_select(0, others))
+    return flat, places, values
 
 
 # What both sides compute: equal seeds give equal weights, equal shapes equal places in memory.
@@ -2005,7 +2067,9 @@ class Subject(Child):
         fds = []
         try:
             self._open(inputs, fds)
-            self.idle_ms = [min(self._idle(n) for _ in range(5)) for n in (1, self.calls)]
+            idle = [[self._idle(n) for _ in range(5)] for n in (1, self.calls)]
+            self.idle_ms = [min(clock for clock, _ in runs) for runs in idle]
+            self.idle_event_ms = min(event for _, event in idle[-1])
             if self.device == "cpu":  # no events there, and too much idle time makes a kernel fast
                 known = judge.idle_ms.setdefault(task.code, self.idle_ms)
                 self.idle_ms = judge.idle_ms[task.code] = list(map(min, self.idle_ms, known))
@@ -2073,10 +2137,11 @@ class Subject(Child):
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def _idle(self, count: int) -> float:
+    def _idle(self, count: int) -> tuple[float, float]:
         if self.device == "cuda":  # as before any run, it goes from this process to the worker
             self.draw([0])
-        return self.clocked(count)[0]
+        clock, reply = self.clocked(count)
+        return clock, statistics.mean(reply["ms"] or [0.0])
 
     def clocked(self, count: int, listen: bool = False) -> tuple[float, dict]:
         """(ms by this process's clock, the answer) of a run on the first inputs."""
@@ -2087,8 +2152,8 @@ class Subject(Child):
     def run(self, weights: int, *seeds: int, listen: bool = False) -> tuple[float, list[float]]:
         """Calls the module, weights and inputs drawn under these seeds, once on every input.
 
-        Returns (ms of a call by this process's clock, beyond those of a call that does nothing;
-        the worker's events in ms). listen: also looks at the operators dispatched; no times then.
+        Returns (ms of a call by this process's clock, the worker's events in ms), both beyond those
+        of a call that does nothing. listen: also looks at the operators dispatched; no times then.
         """
         self.ask("prepare", name=self.name, weights=weights)
         self.draw(seeds)
@@ -2105,7 +2170,7 @@ class Subject(Child):
             raise Rejected("hack", "torch operator", message)
         one, every = self.idle_ms
         idle = one + (every - one) * (len(seeds) - 1) / max(1, self.calls - 1)
-        return (elapsed - idle) / len(seeds), events
+        return (elapsed - idle) / len(seeds), [event - self.idle_event_ms for event in events]
 
     def error(self, weights: int, seed: int, slot: int = 0) -> tuple[float, bool]:
         """(error of an output, whether the right answer is constant); Rejected if it is wrong.
@@ -2156,6 +2221,7 @@ MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
 BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the power cap
 LISTENED = 3  # rounds; who counts bursts and cheats in three of five is heard in 7 of 10 verdicts
 MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
+PROBES = 256  # elements of a tensor by which a call is held between its events
 # what the clock may see beyond an honest kernel's events: of a call, of its time, of a whole run
 HIDDEN_MS, HIDDEN_SHARE, RUN_MS = 0.02, 0.05, 0.15
 SLOT_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
