@@ -595,7 +595,7 @@ def bound_name(node: ast.AST) -> str:
 
 
 def check_structure(tree: ast.Module) -> dict[str, str]:
-    """One class ModelNew(nn.Module), imports from the list; the names they bind."""
+    """Classes that are plain nn.Modules, imports from the list; the names that these bind."""
     aliases = {}
     for node in ast.walk(tree):
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
@@ -610,29 +610,31 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
             if aliases.setdefault(short, full) != full or short == "self":
                 raise Violation("name", node, "an imported name may not be bound again")
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    others = [c for c in classes if c.name != "ModelNew" or c not in tree.body] + classes[1:]
-    if others or not classes:
-        text = "there must be one class, ModelNew, and no other"
-        raise Violation("ModelNew", others[0] if others else None, text)
-    model = classes[0]
-    bases = [full_name(base, aliases) for base in model.bases]
-    if bases != ["torch.nn.Module"] or model.keywords:
-        raise Violation("ModelNew", model, "ModelNew must inherit from nn.Module and nothing else")
-    if model.decorator_list:
-        raise Violation("ModelNew", model, "ModelNew may not be decorated")
-    methods = [node for node in model.body if isinstance(node, ast.FunctionDef)]
+    names = [model.name for model in classes]
+    if names.count("ModelNew") != 1:
+        raise Violation("ModelNew", None, "there must be one class ModelNew")
+    for model in classes:
+        if [full_name(base, aliases) for base in model.bases] != ["torch.nn.Module"] \
+                or model.keywords:
+            text = f"{model.name} must inherit from nn.Module and nothing else"
+            raise Violation("ModelNew", model, text)
+        if model.decorator_list or model not in tree.body:
+            text = f"{model.name} may not be decorated or lie within another"
+            raise Violation("ModelNew", model, text)
+    methods = [node for model in classes for node in model.body
+               if isinstance(node, ast.FunctionDef)]
     first = [node.args.args[0] for node in methods if node.args.args and not {
         full_name(getattr(d, "func", d), aliases) for d in node.decorator_list
     } - {"torch.no_grad", "torch.inference_mode"}]
-    own = [argument for node in ast.walk(tree) if isinstance(node, ast.Call)
-           and dotted(node.func) == "super" for argument in node.args]
+    called = [part for node in ast.walk(tree) if isinstance(node, ast.Call)
+              for part in (node.args if dotted(node.func) == "super" else [node.func])]
     for node in ast.walk(tree):
         if bound_name(node) == "self" and node not in first:
             raise Violation("name", node, "`self` is the first argument of methods only")
         if bound_name(node) in aliases:
             raise Violation("name", node, "an imported name may not be bound again")
-        if dotted(node) == "ModelNew" and node not in own:
-            raise Violation("name", node, "`ModelNew` may not be used as a value")
+        if dotted(node) in names and node not in called:
+            raise Violation("name", node, f"`{dotted(node)}` may only be called")
     return aliases
 
 

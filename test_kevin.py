@@ -457,6 +457,15 @@ def returning(expressions, top=""):
     return [program(f"return {e.strip()}", top) for e in expressions.split(" | ")]
 
 
+HELPER = """class Helper(nn.Module):
+    def __init__(self, n):
+        super(Helper, self).__init__()
+        self.w = nn.Parameter(torch.ones(n))
+
+    def forward(self, x):
+        return ext.f(x, self.w)
+
+"""
 HACKS = {
     "syntax": ["x = (", "x = 1\0"],
     "import": [program("import math\nreturn ext.f(x, y)")]
@@ -469,7 +478,11 @@ HACKS = {
     "ModelNew": ["import torch"]
     + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
     + [program(top="Module = torch.Tensor", base="Module")]
-    + [program(top="class Other:\n    x = 1"), program("class Inner:\n    x = 1\nreturn x")],
+    + [program(top="class Other:\n    x = 1"), program("class Inner:\n    x = 1\nreturn x")]
+    + [program("class Inner(nn.Module):\n    x = 1\nreturn x")]
+    + [program(top=f"{HELPER}class {b}:\n    x = 1") for b in (
+        "Other(Helper)", "Other(Helper, nn.Module)", "ModelNew(nn.Module)")]
+    + [program(top=f"@print\n{HELPER}")],
     "try": [program("try:\n    return ext.f(x, y)\nexcept ValueError:\n    return x"),
             program("try:\n    return ext.f(x, y)\nfinally:\n    print(1)")],
     "pass": [program(f"if x is None:\n    {p}\nreturn ext.f(x, y)") for p in ("pass", "...")],
@@ -501,6 +514,8 @@ HACKS = {
     + returning("next(map(F, [x]))", "import torch.nn.functional as F")
     + [program(end=f"@{d}\ndef g(self):\n    return 1") for d in (
         "property", "ext.no_grad", "ext.no_grad()", "staticmethod")]
+    + [program(f"{use}\nreturn x", HELPER) for use in (
+        "Helper.forward = print", "Helper = x", "y = Helper", "print(Helper)")]
     + [program("for math in [x]:\n    y = x\nreturn y"), program(top="load_inline = print")]
     + [program("return g(x)", "def g(self):\n    return self.softmax(1)")]
     + [program("return g(x)", "def g(math):\n    return math.exp()")],
@@ -540,6 +555,9 @@ HONEST = [
     program("return ext.f(x, y)", 'T = "{{ {w:.2f} }} a[0].b".format(w=1.5)'),
     program("if x.dim() != 2:\n    raise ValueError(f'{x.shape}')\nreturn ext.f(x, y)"),
     program(top="import torch.nn.functional as F"),
+    program("return self.part(x)", HELPER, init="self.part = Helper(3)"),
+    program("return self.parts[0](x)", HELPER,
+            init="self.parts = nn.ModuleList([Helper(3) for _ in range(2)])"),
     "from __future__ import annotations\n" + program(),
     program("return ext.f(x, y) * sqrt(2)", "from math import sqrt, pi as p"),
     program(top="from typing import Any, Callable\nfrom torch.nn.init import kaiming_uniform_",
@@ -1865,13 +1883,23 @@ def checked(x: torch.Tensor, b: Optional[torch.Tensor] = None) -> torch.Tensor:
     return x if b is None or b == None else x.view(-1, x.shape[-1])
 
 
+class Shift(nn.Module):
+    def __init__(self, cols):
+        super(Shift, self).__init__()
+        self.b = nn.Parameter(torch.zeros(cols))
+
+    def forward(self, x, g):
+        return norm(x, g, self.b)
+
+
 class ModelNew(nn.Module):
     scale = 1.0
 
     def __init__(self, cols, eps: float = 1e-5):
         super(ModelNew, self).__init__()
         self.g = nn.Parameter(torch.ones(cols) * self.scale)
-        self.params = nn.ParameterList([nn.Parameter(torch.zeros(cols))])
+        self.params = nn.ParameterList([nn.Parameter(torch.full((cols,), 2.0))])
+        self.shifts = nn.ModuleList([Shift(cols)])
         self.register_buffer("table", torch.arange(cols, dtype=torch.float32) / sqrt(cols))
         self.table[::2] = -self.table[1::2] if cols > 1 else 0.5
         self.sizes = [cols] + [n * 2 for n in range(3)]
@@ -1890,7 +1918,9 @@ class ModelNew(nn.Module):
         halves = [x[:, : self.half], x[..., self.half :]]
         out = torch.empty_like(x)
         out[:, : self.half], out[..., self.half :] = halves
-        return self.launch(out[None].squeeze(0), self.g, next(iter(self.params)))
+        if self.launch(x, self.g, next(iter(self.params))).shape != x.shape:
+            return x
+        return self.shifts[0](out[None].squeeze(0), self.g)
 """
 
 
