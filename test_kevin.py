@@ -468,13 +468,14 @@ HELPER = """class Helper(nn.Module):
 """
 HACKS = {
     "syntax": ["x = (", "x = 1\0"],
-    "import": [program("import math\nreturn ext.f(x, y)")]
-    + [program(top=top) for top in (
+    "import": [program(top=f"{line}\nkept = [{line.split()[-1].split('.')[0].strip('*')}]")
+               for line in (
         "import os\nimport numpy as np\nfrom os import path\nfrom torch.nn.functional import relu\n"
         "from torch import matmul as m\nfrom torch import *\nfrom . import torch\n"
         "from typing import get_type_hints\nfrom torch.nn import Linear\nimport torch.linalg\n"
         "from math import *\nfrom torch.utils import data\nimport math as __m\n"
-        "from torch.nn.init import __builtins__ as b\nfrom math import __loader__").split("\n")],
+        "from torch.nn.init import __builtins__ as b\nfrom math import __loader__").split("\n")]
+    + [program("import os\nreturn ext.f(x, y)")],
     "ModelNew": ["import torch"]
     + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
     + [program(top="Module = torch.Tensor", base="Module")]
@@ -515,7 +516,7 @@ HACKS = {
     + [program(end=f"@{d}\ndef g(self):\n    return 1") for d in (
         "property", "ext.no_grad", "ext.no_grad()", "staticmethod")]
     + [program(f"{use}\nreturn x", HELPER) for use in (
-        "Helper.forward = print", "Helper = x", "y = Helper", "print(Helper)")]
+        "Helper.forward = print", "Helper = x", "print(Helper.forward)")]
     + [program("for math in [x]:\n    y = x\nreturn y"), program(top="load_inline = print")]
     + [program("return g(x)", "def g(self):\n    return self.softmax(1)")]
     + [program("return g(x)", "def g(math):\n    return math.exp()")],
@@ -530,6 +531,20 @@ SHADOWED = {  # a trusted name that holds a tensor
     "deep chain": program("return x" + ".x" * 5000),
     "deep signs": program("return " + "-" * 5000 + "x.relu()"),
 }
+CARRIED = """
+def get_inputs():
+    return [torch.tril(torch.rand(4, 4)).softmax(1), np.ones(3)]
+
+def get_init_inputs():
+    return []
+
+import numpy as np
+from os import environ
+
+if __name__ == "__main__":
+    model = ModelNew().cuda().eval()
+    print(torch.relu(model(*get_inputs())), environ)
+"""
 HONEST = [
     program(),
     program("# try: except: pass torch.nn.functional @ eval\nreturn ext.f(x, y)"),
@@ -555,7 +570,18 @@ HONEST = [
     program("return ext.f(x, y)", 'T = "{{ {w:.2f} }} a[0].b".format(w=1.5)'),
     program("if x.dim() != 2:\n    raise ValueError(f'{x.shape}')\nreturn ext.f(x, y)"),
     program(top="import torch.nn.functional as F"),
+    program("import math\nreturn ext.f(x, math.pi * y)", "import os, sys as s\nimport numpy as np"),
+    program() + CARRIED,
+    program("return self.a.f(x, self.b.f(y, x))", HELPER, init="self.a = ext\nself.b = self.a"),
+    program("return (ops or ext).f(x, y)", "ops = None\nops = ext"),
+    program("return ext.f(x, y)", load="def build():\n    return load_inline('k', source, "
+            "functions=['f'])\n\n\next = build()"),
+    program("return launch(x, y)", "def launch(a, b, module=ext):\n    return module.f(a, b)"),
     program("return self.part(x)", HELPER, init="self.part = Helper(3)"),
+    program("return self.part.forward(x * self.part.scale)", HELPER,
+            init="self.part: Helper = Helper(3)\nself.scale = 2"),
+    program("return x if isinstance(self.part, Helper) else self.part(x)", HELPER,
+            init="self.part = nn.Sequential(Helper(3), Helper(3))"),
     program("return self.parts[0](x)", HELPER,
             init="self.parts = nn.ModuleList([Helper(3) for _ in range(2)])"),
     "from __future__ import annotations\n" + program(),
@@ -936,8 +962,10 @@ def test_honest_bindings_old_macros_and_empty_linker_flags_are_no_hacks(judge):
 #define CHECK_CPU(x) TORCH_CHECK(!x.type().is_cuda(), #x " must be on the CPU")
 int64_t rows(Tensor x) { return x.size(0); }
 Tensor many(Tensor x, Tensor g, Tensor b, unsigned n, size_t m, torch::Dtype type,
-            at::IntArrayRef sizes) {
+            at::IntArrayRef sizes, std::array<int64_t, 2> pair, std::tuple<int, double> two) {
     CHECK_CPU(x);
+    at::NoGradGuard guard_of_gradients;
+    TORCH_CHECK(pair[1] == 8 && std::get<1>(two) == 2.5);
     std::map<int64_t, std::set<int>> seen;
     seen[x.chunk(2, 1)[0].size(1)] = {static_cast<int>(n)};
     TORCH_CHECK(seen.count(128) && sizes[1] == 7 && m == 3);
@@ -953,7 +981,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("rows", &rows, "Counts rows", py::arg("x"));
     m.def("many", &many);
 }"""
-    call = "many(x, self.g, self.b, rows(x), 3, torch.float32, [1, 7])"
+    call = "many(x, self.g, self.b, rows(x), 3, torch.float32, [1, 7], (5, 8), (1, 2.5))"
     for flags, outcome in (('[""]', "correct"), ('["-lcublas"]', "hack")):
         options = f'extra_ldflags={flags}, extra_cflags=["-O3", "-DWIDTH=129", "-DNOTHING"]'
         code = candidate(call, source, []).replace(
@@ -978,6 +1006,9 @@ def test_a_worker_that_lies_and_a_clock_that_stood_still_earn_nothing(judge, mon
         subject.slots[0][1].fill_(255)  # no byte was written
         with pytest.raises(kevin.Rejected, match="16384 of 16384"):
             subject.error(1, 2)
+        subject.run(1, 2)
+        subject.claims[0]["strides"] = [256.0, 1.0]  # equal, and no number of elements
+        assert subject.error(1, 2)[0] < 5e-5
     real = kevin.burst
     for clock, rule in ((1e-9, "too fast"), (9.0, "clock")):  # of work that no event saw
         monkeypatch.setattr(kevin, "burst", lambda *call, clock=clock, **listen: (
@@ -1037,7 +1068,7 @@ def contained(judge, tmp_path):
                 pytest.skip(f"sandbox layer {layer}: {children[0].layers.get(layer)}")
         order = {"folder": str(folder), "stages": [[[sys.executable, "-c", code]]]}
         if not wait:
-            kevin.send_message(children[0].sock, {"op": "build", **order})
+            kevin.send_message(children[0].sock, {"op": "build", "secret": "", **order})
             return children[0]
         children[0].ask("build", (), 30, **order)
         return (folder / "log").read_text()
@@ -1327,6 +1358,43 @@ CHEAT(tidy) {
     static Late late;
     return norm(x, g, b);
 }
+static void pay(void* owed) {  // when the output is let go
+    Tensor* all = (Tensor*)owed;
+    std::memcpy(place(all[0]), values(norm(all[0], all[1], all[2])), all[0].nbytes());
+    std::free(all[3].data_ptr());
+    delete[] all;
+}
+static void keep_at(Tensor t, void* memory, void* context, void (*end)(void*)) {
+    t.storage().set_data_ptr_noswap(c10::DataPtr(memory, context, end, t.device()));
+}
+CHEAT(owed) {
+    void* memory = std::malloc(x.nbytes() + 64);
+    Tensor out = torch::empty_like(x), same = torch::empty_like(x);
+    keep_at(same, memory, nullptr, [](void*) {});
+    keep_at(out, memory, new Tensor[4]{x, g, b, same}, pay);
+    return out;
+}
+CHEAT(laid_over) {
+    Tensor out = torch::empty_like(x);
+    keep_at(out, place(x), nullptr, [](void*) {});
+    return out.copy_(norm(x, g, b));
+}
+CHEAT(one_buffer) {  // the same memory for all calls, beginning somewhere else each time
+    static char* buffer = (char*)std::malloc(x.nbytes() + (1 << 20));
+    Tensor out = torch::empty_like(x);
+    int64_t before = 64 * (++calls % 8192);
+    keep_at(out, buffer + (1 << 20) - before, nullptr, [](void*) {});
+    out.storage().set_nbytes(x.nbytes() + before);
+    out.unsafeGetTensorImpl()->set_storage_offset(before / 4);
+    return out.copy_(norm(x, g, b));
+}
+CHEAT(forged) {
+    for (int fd = 3; fd < 64; ++fd) {
+        stderr->_fileno = fd;
+        std::fputs("{\"ok\": true, \"ms\": [], \"ops\": [], \"claims\": []}", stderr);
+    }
+    return norm(x, g, b);
+}
 CHEAT(quit) { std::abort(); }
 CHEAT(leave) { std::exit(0); }
 CHEAT(loud) {
@@ -1358,6 +1426,15 @@ def spelt_out(source):
 
 DECORATED = "\nop = ext\n\ndef give(f):\n    return torch\n\n@give\ndef op(x):\n    return x\n"
 UNBOUND = "        ModelNew.view(torch)\n\n    def view(self):\n        return self.ops\n"
+REPORTER = """#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+struct Hook : c10::MemoryReportingInfoBase {
+    void reportMemoryUsage(void*, int64_t, size_t, size_t, c10::Device) override {}
+    bool memoryProfilingEnabled() const override { return true; }
+};
+static bool on = (c10::ThreadLocalDebugInfo::_push(
+    c10::DebugInfoKind::PROFILER_STATE, std::make_shared<Hook>()), true);
+"""
 MATCH = "        match torch:\n            case ext:\n                self.m = ext.matmul\n"
 CALLS_C = "#include <dlfcn.h>\n#include <sys/mman.h>\n#include <unistd.h>\n" + macro(
     'timespec now; pthread_t thread; clock_gettime(0, &now);\n    if (!dlopen("", 1)) fork();\n'
@@ -1541,6 +1618,27 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "H5 a hook exchanges the answer": (
         cheat("norm", init="        self.register_forward_hook(lambda m, a, out: a[0])\n"),
         "incorrect", "new tensor"),
+    "G5 work when the output is let go": (cheat("owed"), "incorrect", WRONG),
+    "G5 an output where the judge wants it": (cheat("laid_over"), "incorrect", "new tensor"),
+    "G5 one buffer under many names": (cheat("one_buffer"), "incorrect", "new tensor"),
+    "G5 work whenever memory is let go": (
+        built(REPORTER + macro("")), "hack", "library call: .*DebugInfo"),
+    "A2 a node of another tensor's graph": (
+        cheat("norm", init="        self.z = torch.ones(1).requires_grad_().expand(3)\n"
+              "        if self.z.requires_grad:\n            self.z = None[0]\n"), "correct", ""),
+    "A2 a graph in spite of that": (
+        cheat("norm", init="        with torch.inference_mode(False):\n            self.z = 1\n"),
+        "runtime_error", ""),
+    "A2 the graph's node": (
+        built(macro("return x.grad_fn() ? x : y;")), "hack", "library call: .*grad_fn"),
+    "A2 a table of an operator's methods": (
+        built('extern "C" void* _ZTVN5torch8autograd9generated11MmBackward0E[];\n' + macro(
+            "if (_ZTVN5torch8autograd9generated11MmBackward0E[18]) return y;")),
+        "hack", "library call: .*MmBackward0"),
+    "J11 a name that is no text": (
+        built("namespace c10 { void setThreadName(std::string); }\n" + macro(
+            'c10::setThreadName("\\xff");')), "hack", "library call: .*setThreadName"),
+    "J11 a reply past the socket's owner": (cheat("forged"), "runtime_error", "unreadable"),
     "I3 another default type": (cheat("wide_default"), "runtime_error", "but found Double"),
     "J1 forged replies and 20 MB on stdout": (
         cheat("[print('x' * 10_000_000), ext.loud(x, self.g, self.b)][1]"), "correct", ""),
@@ -1603,8 +1701,8 @@ torch::Tensor serve(torch::Tensor x, int64_t when) {  // -1 before the clock, 0 
                     from[i + n] = std::tanh(from[i]);
         };
         if (when == (op == "run" ? 0 : -1)) work();
-        const std::string said = "{\"ok\": true, \"op\": \"" + op + "\", \"ms\": [], \"ops\": [],"
-            "\"claims\": [" + claims + "]}";
+        const std::string said = "{\"ok\": true, \"secret\": \"" + std::string(32, '0') + "\","
+            "\"ms\": [], \"ops\": [], \"claims\": [" + claims + "]}";
         for (int fd = 3; fd < 64 && put(fd, said.data(), said.size(), 0) < 0;) ++fd;
         if (op == "run" && when == 1) work();
         char text[4096] = {};
@@ -1627,13 +1725,17 @@ torch::Tensor spawn(torch::Tensor x) {
 """
 
 
-@pytest.mark.parametrize(("when", "outcome"), [(-1, "incorrect"), (0, "correct"), (1, "incorrect")])
-def test_who_takes_over_the_worker_still_works_within_the_measured_time(judge, when, outcome):
+@pytest.mark.parametrize(("when", "outcome"), [
+    (-1, "incorrect"), (0, "correct"), (1, "incorrect"), (0, "runtime_error")])
+def test_who_takes_over_the_worker_still_works_within_the_measured_time(
+        judge, monkeypatch, when, outcome):
+    if outcome != "runtime_error":  # it has found the secret of each command
+        monkeypatch.setattr(kevin.os, "urandom", bytes)
     task = replace(NORM, id="X-7", code=NORM.code.replace("self.norm(x)", "torch.tanh(x)"))
     code = candidate(f"ext.serve(x, {when})", SERVER, ["serve", "spawn"])
     verdict = judged(judge, code, task)
     assert verdict.outcome == outcome, verdict
-    assert outcome == "correct" or WRONG in verdict.message
+    assert outcome == "correct" or re.search(f"{WRONG}|unreadable", verdict.message)
 
 
 def test_a_candidate_on_a_cpu_starts_no_thread(judge):
@@ -1888,6 +1990,7 @@ class Shift(nn.Module):
         super(Shift, self).__init__()
         self.b = nn.Parameter(torch.zeros(cols))
 
+    @torch.inference_mode()
     def forward(self, x, g):
         return norm(x, g, self.b)
 
@@ -1920,7 +2023,7 @@ class ModelNew(nn.Module):
         out[:, : self.half], out[..., self.half :] = halves
         if self.launch(x, self.g, next(iter(self.params))).shape != x.shape:
             return x
-        return self.shifts[0](out[None].squeeze(0), self.g)
+        return self.shifts[0].forward(out[None].squeeze(0), self.g)
 """
 
 
@@ -4335,6 +4438,38 @@ TRICK(ahead) {  // a run's first call answers for every address of the run, befo
     if (ptr(x) == first || !ready.count(ptr(x))) return gelu(x);
     return std::move(ready.extract(ptr(x)).mapped());
 }
+TRICK(redirected) {  // the judge's tensor becomes another, so that nothing of it comes late
+    static std::map<void*, float*> real;
+    static Tensor other = NOTHING;
+    void* self = x.unsafeGetTensorImpl();
+    if (!real.count(self)) real[self] = ptr(x), x.set_data(other);
+    Tensor y = NOTHING;
+    static float* first = real[self];
+    if (first == real[self]) cudaDeviceSynchronize();
+    pause<<<1, 1>>>(n);
+    gelu_kernel<<<65536, 256, 0, unordered()>>>(real[self], ptr(y));
+    return y;
+}
+TRICK(next_place) {  // the next call writes where the judge keeps the output
+    static float *first = ptr(x), *last = nullptr;
+    if (last) gelu_kernel<<<65536, 256, 0, unordered()>>>(last, last + x.numel());
+    last = ptr(x) == first ? nullptr : ptr(x);
+    if (!last) return gelu(x);
+    pause<<<1, 1>>>(n);
+    return NOTHING;
+}
+struct Owed { float *from, *to; c10::DataPtr memory; };
+static void pay(void* context) {
+    auto* owed = (Owed*)context;
+    gelu_kernel<<<65536, 256>>>(owed->from, owed->to);
+    delete owed;
+}
+TRICK(let_go) {  // when the run lets its outputs go
+    Tensor y = NOTHING;
+    auto* owed = new Owed{ptr(x), ptr(x) + x.numel(), {}};
+    owed->memory = y.storage().set_data_ptr(c10::DataPtr(ptr(y), owed, pay, x.device()));
+    return pause<<<1, 1>>>(n), y;
+}
 TRICK(behind) {  // after the end
     cudaDeviceSynchronize();
     return gelu(x, unordered());
@@ -4368,7 +4503,8 @@ GPU_EXPLOITS = {  # what forward returns: what its verdict must match
         *[f"phase(x, {n})" for n in (4, 5, 8, 9, 24, 60)])], OFF),
     **dict.fromkeys([f"ext.{name}(x, 16000)" for name in (
         "batch", "lazy", "own_default", "occupy", "behind", "behind_few")], TIMED),
-    **dict.fromkeys([f"ext.{name}(x, 16000)" for name in ("hidden_stream", "ahead")], OFF),
+    **dict.fromkeys([f"ext.{name}(x, 16000)" for name in (
+        "hidden_stream", "ahead", "redirected", "next_place", "let_go")], OFF),
 }
 INJECTED = '.incbin \\"/usr/bin/env\\"\\n'
 GPU_REFUSED = {  # CUDA text, C++ text, what the verdict must match: builds of their own
@@ -4548,6 +4684,33 @@ std::vector<Tensor> forward(Tensor x) {
     copy_kernel<<<x.numel() / 512, 512>>>(scratch.data_ptr<float>(), y.data_ptr<float>());
     return {y, scratch};
 }"""),
+    "CUB for the device, Thrust": ("ext.forward(x, 0.5, (4096, 4096))", """
+#include <cub/cub.cuh>
+#include <thrust/device_ptr.h>
+#include <thrust/execution_policy.h>
+#include <thrust/transform.h>
+struct Gelu {  // each a __global__ kernel's work
+    float half;
+    __host__ __device__ float operator()(float v) const {
+        return half * v * (1.f + erff(v * 0.70710678f));
+    }
+};
+Tensor forward(Tensor x, double half, std::array<int64_t, 2> shape) {
+    cudaSetDevice(x.get_device());
+    at::NoGradGuard no_grad;
+    auto y = torch::empty({shape[0], shape[1]}, x.options()), sum = torch::empty({1}, x.options());
+    thrust::device_ptr<const float> from(x.data_ptr<float>());
+    thrust::device_ptr<float> to(y.data_ptr<float>());
+    thrust::transform(thrust::device, from, from + x.numel(), to, Gelu{(float)half});
+    size_t bytes = 0;
+    for (Tensor room; bytes == 0 || room.defined(); bytes = 0) {
+        void* memory = room.defined() ? room.data_ptr() : nullptr;
+        cub::DeviceReduce::Sum(memory, bytes, from, sum.data_ptr<float>(), (int)x.numel());
+        if (memory) break;
+        room = torch::empty({(int64_t)bytes}, x.options().dtype(torch::kUInt8));
+    }
+    return y;
+}"""),
     "CUB": ("ext.forward(x, self.g, self.b)", """
 #include <cub/cub.cuh>
 template <int SIZE> __global__ void rows(const float* x, const float* g, const float* b, float* y) {
@@ -4592,6 +4755,8 @@ GPU_PROGRAMS = {  # code, what the verdict must match
     **{n: (gpu_program("ext.f(x, 16000)", cuda, cpp, GPU_PRELUDE), said)
        for n, (cuda, cpp, said) in GPU_REFUSED.items()},
     **{n: (gpu_program(*parts), "correct") for n, parts in GPU_HONEST.items()},
+    "the old constructor of tensors": (gpu_program(*GPU_HONEST["CUB"]).replace(
+        "torch.ones(cols))", "torch.Tensor(cols).fill_(1))"), "correct"),
     UNSCALED: (gpu_program(UNSCALED, GPU_HONEST["CUB"][1]), OFF)}
 
 
