@@ -601,29 +601,32 @@ def bound_name(node: ast.AST) -> str:
 
 def check_structure(tree: ast.Module) -> dict[str, str]:
     """Classes that are plain nn.Modules, imports from the list; the names that these bind."""
-    aliases = {}
-    for node in ast.walk(tree):
+    aliases, nodes = {}, list(ast.walk(tree))
+    top = {id(node) for node in tree.body}
+    placed = top | {id(node) for outer in nodes if isinstance(outer, ast.FunctionDef)
+                    for node in outer.body}  # in a class body it would be an attribute
+    for node in nodes:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
             whole = isinstance(node, ast.Import)
             full = alias.name if whole else f"{'.' * node.level}{node.module}.{alias.name}"
             allowed = full in MODULES or not whole and NAMES_ALLOWED.fullmatch(full)
             private = "__" in alias.name or "__" in (alias.asname or "")
-            if not allowed or private:
+            if not allowed or private or id(node) not in placed:
                 raise Violation("import", node, f"`{full}` may not be imported here")
             short = alias.asname or alias.name.split(".")[0]
             full = full.split(".")[0] if whole and not alias.asname else full
             if aliases.setdefault(short, full) != full or short == "self":
                 raise Violation("name", node, "an imported name may not be bound again")
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    names = [model.name for model in classes]
-    if names.count("ModelNew") != 1:
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    names = collections.Counter(model.name for model in classes)
+    if names["ModelNew"] != 1:
         raise Violation("ModelNew", None, "there must be one class ModelNew")
     for model in classes:
         if [full_name(base, aliases) for base in model.bases] != ["torch.nn.Module"] \
                 or model.keywords:
             text = f"{model.name} must inherit from nn.Module and nothing else"
             raise Violation("ModelNew", model, text)
-        if model.decorator_list or model not in tree.body:
+        if model.decorator_list or id(model) not in top:
             text = f"{model.name} may not be decorated or lie within another"
             raise Violation("ModelNew", model, text)
     methods = [node for model in classes for node in model.body
@@ -631,8 +634,8 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
     first = {id(node.args.args[0]) for node in methods if node.args.args and not {
         full_name(getattr(d, "func", d), aliases) for d in node.decorator_list
     } - {"torch.no_grad", "torch.inference_mode"}}
-    owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         if bound_name(node) == "self" and id(node) not in first:
             raise Violation("name", node, "`self` is the first argument of methods only")
         if bound_name(node) in aliases:
@@ -718,7 +721,7 @@ def check_node(node: ast.AST, aliases: dict[str, str], known: set[str], handles:
     if full:
         if not NAMES_ALLOWED.fullmatch(full):
             raise Violation("torch operator", node, f"`{full}` does not allocate or name a type")
-    elif base != "self" and base not in handles and name not in METHODS | own:
+    elif base != "self" and base not in handles and name not in METHODS and name not in own:
         raise Violation("torch operator", node, f"`.{name}` is not an allocation, view or copy")
 
 
@@ -740,7 +743,7 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
         nodes = list(ast.walk(tree))
         known = {bound_name(n) for n in nodes} | set(aliases) | BUILTINS
         inner = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
-        own = set(re.findall("""["'](\\w+)["']""", code))  # what extensions are built with
+        own = set(re.findall(r"""["'](\w+)["']""", code))  # what extensions are built with
         own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)} | {
             n.attr for n in nodes if isinstance(n, ast.Attribute) and bound_name(n)}
         for node in nodes:
@@ -1088,6 +1091,8 @@ def zygote_main(fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
     torch.set_num_threads(1)
+    gc.disable()  # what a candidate lets go shall not choose when it ends
+    gc.freeze()
     with OperatorListener():  # its first use imports for two seconds
         torch.zeros(1)
     parent, own_pids = socket.socket(fileno=fd), os.open("/proc/self/ns/pid", os.O_RDONLY)
@@ -1132,8 +1137,6 @@ def child_main(fd: int, spec: dict, isolated: bool) -> None:
         worker = Worker(spec["device"])
         inference = torch.inference_mode()  # no graph, whose nodes could be asked to compute
         inference.__enter__()
-        gc.disable()  # what is let go shall not choose when it ends
-        gc.freeze()
         while True:
             message, fds = receive_message(sock, max_fds=16)
             op, secret = message.pop("op"), message.pop("secret")

@@ -475,7 +475,7 @@ HACKS = {
         "from typing import get_type_hints\nfrom torch.nn import Linear\nimport torch.linalg\n"
         "from math import *\nfrom torch.utils import data\nimport math as __m\n"
         "from torch.nn.init import __builtins__ as b\nfrom math import __loader__").split("\n")]
-    + [program("import os\nreturn ext.f(x, y)")],
+    + [program("import os\nreturn ext.f(os, y)"), program(end="import math")],
     "ModelNew": ["import torch"]
     + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
     + [program(top="Module = torch.Tensor", base="Module")]
@@ -618,6 +618,17 @@ def test_an_honest_program_passes_and_a_gpu_candidate_needs_a_kernel_of_its_own(
     assert kevin.find_hacks(program(), "cuda")[0] == "no kernel"
 
 
+def test_a_program_of_100_kilobytes_is_looked_through_in_seconds():
+    chains = "\n".join(f"a{i} = x" + ".T" * 300 for i in range(160))
+    names = " ".join(f"f{i}();" for i in range(13_000))
+    log = "\n".join(f"cuda_source:1:1: error: 'f{i}' was not declared" for i in range(13_000))
+    start = time.process_time()
+    for body in ("a = [" + "A()," * 24_000 + "]", chains):
+        kevin.find_hacks(program(body, "class A(nn.Module):\n    x = 1"))
+    assert kevin.syntax_error(log, names) == ""
+    assert time.process_time() - start < 6, "one of them took 4, 10 and 28 seconds"
+
+
 @shared
 @pytest.mark.parametrize(("kind", "device"), [("honest_cpu", "cpu"), ("honest", "cuda")])
 def test_the_collected_honest_candidates_pass_the_filter(kind, device):
@@ -635,14 +646,18 @@ ALLOWED_SYMBOLS = """_ZNKRSt7__cxx1119basic_ostringstreamIcE3strEv
     omp_get_max_threads cudaMemcpy cudaMemset2DAsync cudaOccupancyMaxActiveClusters
     cudaGetDeviceCount _ZN2at4_ops5chunk4callE _ZN2at4_ops12split_Tensor4callE
     _ZN2at4cuda26getCurrentDevicePropertiesEv _ZN3c10lsERSoNS_11DispatchKeyE
-    _ZN2at38globalDeprecatedTypePropertiesRegistryEv""".split()
+    _ZN2at38globalDeprecatedTypePropertiesRegistryEv cudaSetDevice _ZTIN3c105ErrorE _ZTIPKc
+    _ZTVN10__cxxabiv120__si_class_type_infoE _ZTISt13runtime_error _ZTVNSt7__cxx1115basic_stringbufE
+    _ZTINSt8ios_base7failureB5cxx11E""".split()
 DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
     _ZN2at4_ops2mm4callERKNS_6TensorES4_ _ZN2at4_ops8_softmax4callE dlsym dlopen
     _ZN2at4_ops10add_Tensor4callE _ZN2at4_ops6linear4callE _ZN2at4_ops5index4callE open fopen system
     fork execve mmap socket getenv _exit quick_exit syscall pthread_create clock_gettime
     PyRun_SimpleString cublasSgemm_v2 cblas_sgemm _ZNSt6thread4joinEv _ZNSt13random_device7_M_finiEv
     _ZN3c1010Dispatcher9singletonEv _ZNSt6chrono3_V212steady_clock3nowEv cudaGraphLaunch
-    _ZNSt14basic_ofstreamIcSt11char_traitsIcEE cudaStreamCreateWithFlags cudaSetDevice
+    _ZNSt14basic_ofstreamIcSt11char_traitsIcEE cudaStreamCreateWithFlags
+    _ZTVN5torch8autograd9generated11MmBackward0E _ZTVN2at14FunctionalBaseE
+    _ZNK2at10TensorBase7grad_fnEv _ZN3c1020ThreadLocalDebugInfo5_pushE
     cudaIpcOpenMemHandle cudaMalloc omp_set_num_threads""".split()
 
 
