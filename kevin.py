@@ -1488,7 +1488,7 @@ LIGHT_HEADER = "\n".join([
     *[f"constexpr auto k{new} = at::k{old};" for new, old in (
         ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"),
         ("Int64", "Long"), ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
-    "namespace at {", "using torch::device_of;", "using torch::NoGradGuard;",
+    "namespace at {", "using torch::device_of;",
     *[f"struct {name} {{ {name}() {{}} template <class T> explicit {name}(const T&) {{}} }};"
       for name in ("DeviceGuard", "OptionalDeviceGuard")], "}", ""])
 HEADERS = {  # the full headers' names, and those that every operator includes and none needs

@@ -979,7 +979,6 @@ int64_t rows(Tensor x) { return x.size(0); }
 Tensor many(Tensor x, Tensor g, Tensor b, unsigned n, size_t m, torch::Dtype type,
             at::IntArrayRef sizes, std::array<int64_t, 2> pair, std::tuple<int, double> two) {
     CHECK_CPU(x);
-    at::NoGradGuard guard_of_gradients;
     TORCH_CHECK(pair[1] == 8 && std::get<1>(two) == 2.5);
     std::map<int64_t, std::set<int>> seen;
     seen[x.chunk(2, 1)[0].size(1)] = {static_cast<int>(n)};
@@ -4712,7 +4711,6 @@ struct Gelu {  // each a __global__ kernel's work
 };
 Tensor forward(Tensor x, double half, std::array<int64_t, 2> shape) {
     cudaSetDevice(x.get_device());
-    at::NoGradGuard no_grad;
     auto y = torch::empty({shape[0], shape[1]}, x.options()), sum = torch::empty({1}, x.options());
     thrust::device_ptr<const float> from(x.data_ptr<float>());
     thrust::device_ptr<float> to(y.data_ptr<float>());
