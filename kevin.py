@@ -1091,10 +1091,10 @@ def zygote_main(fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
     torch.set_num_threads(1)
-    gc.disable()  # what a candidate lets go shall not choose when it ends
-    gc.freeze()
     with OperatorListener():  # its first use imports for two seconds
         torch.zeros(1)
+    gc.disable()  # what a candidate lets go shall not choose when it ends
+    gc.freeze()  # and a collection looks at its objects only
     parent, own_pids = socket.socket(fileno=fd), os.open("/proc/self/ns/pid", os.O_RDONLY)
     uid, gid = os.getuid(), os.getgid()
     if uid != 0 and LIBC.unshare(NEWUSER) == 0:  # gives an ordinary user the other namespaces
