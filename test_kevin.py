@@ -1797,6 +1797,30 @@ def test_a_worker_runs_only_while_it_is_waited_for_and_gets_new_inputs_when_stop
         assert not torch.equal(*seen)
 
 
+def test_what_a_run_has_left_ends_before_the_next_inputs_and_costs_no_collection_of_torch(judge):
+    with kevin.Subject(judge, NORM, judge.submit(candidate()).result()) as subject:
+        subject.run(1, 2)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subject.ask("prepare", name="ModelNew", weights=1)
+            times.append(time.perf_counter() - start)
+        assert min(times) < 0.02, "60 ms where all of torch's objects are looked at"
+
+
+def test_who_starts_slowly_is_timed_in_bursts_as_long_as_others(monkeypatch):
+    asked = []
+
+    def burst(subject, weights, ms, listen=False):
+        asked.append(ms)
+        found = 30.0 if len(asked) <= 3 else 0.1
+        return found, found, [1]
+
+    monkeypatch.setattr(kevin, "burst", burst)
+    kevin.measure([types.SimpleNamespace(trusted=True)], [])
+    assert asked[3] == 30.0 and len(asked) == 8 and set(asked[4:]) == {0.1}
+
+
 MANY = "template <class A, class B> struct P {}; using T0 = P<int, int>;" + "".join(
     f" using T{i + 1} = P<T{i}, T{i}>;" for i in range(30))
 LONG = {  # program, outcome
