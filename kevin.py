@@ -552,7 +552,7 @@ METHODS = set("""requires_grad_ data_ptr shape size dim ndim numel nelement nbyt
     detach data clone copy_ fill_ zero_ uniform_ normal_ to cuda float half bfloat16 double int long
     item new_empty new_zeros new_ones new_full element_size requires_grad weight bias append extend
     insert pop copy items keys values join format strip startswith replace split lower upper get
-    index bit_length bool byte char short as_strided tolist parameters named_parameters buffers
+    index bit_length bool byte char short as_strided parameters named_parameters buffers
     named_buffers modules named_modules children eval train update setdefault rstrip lstrip
     splitlines endswith count""".split())
 BUILTINS = set("""abs all any bin bool callable chr dict divmod enumerate filter float format
@@ -671,7 +671,8 @@ def relevant(tree: ast.Module) -> ast.Module:
         if isinstance(node, ast.If):
             return ast.unparse(node.test) != "__name__ == '__main__'" or node.orelse
         if isinstance(node, ast.FunctionDef):
-            return node.name not in ("get_inputs", "get_init_inputs") or node.name in used
+            return node.name in used or not re.fullmatch(
+                r"get_(init_)?inputs|main|(run_)?(test|check|verify|benchmark)\w*", node.name)
         if not isinstance(node, (ast.Import, ast.ImportFrom)) \
                 or getattr(node, "module", "") == "__future__":
             return True
@@ -679,7 +680,7 @@ def relevant(tree: ast.Module) -> ast.Module:
                       if (alias.asname or alias.name).split(".")[0] in used | {"*"}]
         return node.names
 
-    for _ in range(3):  # first the test goes, then its inputs
+    for _ in range(4):  # first what calls the test goes, then the test, its inputs, their imports
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         tree.body = [node for node in tree.body if needed(node)]
     return tree
@@ -836,10 +837,36 @@ def by_place(operator: str):
     return method
 
 
+def guard_modules() -> None:
+    """Takes from this process's torch what turns a text into an attribute, or hides a refusal."""
+    def by_text(action):
+        def method(value, name, *rest):
+            if "__" in name:
+                raise Violation(f"`{name}` may not be looked up")
+            return action(value, name, *rest)
+
+        return method
+
+    def inference_mode(mode=True):  # the real one can turn graphs on
+        if mode is False:
+            raise Violation("`torch.inference_mode(False)` may not be used")
+        return torch.no_grad()(mode) if callable(mode) else torch.no_grad()
+
+    for name in MODULE_REFUSES:
+        setattr(nn.Module, name, refusing(name))
+    # a module of that name in another would be handed torch's functions
+    nn.Module.__torch_function__ = property(lambda _: torch._C._disabled_torch_function_impl)
+    container = torch.nn.modules.container
+    container.getattr, container.setattr = by_text(getattr), by_text(setattr)
+    # told of what a hook raises, instead of its caller
+    torch.nn.modules.module.warnings = types.SimpleNamespace(warn=refusing("warn"))
+    torch.inference_mode = inference_mode
+
+
 # of nn.Module: they look up, by a text, attributes of what a get_submodule of one's own returns,
 # or compile
 MODULE_REFUSES = """get_submodule set_submodule get_parameter get_buffer load_state_dict
-    _load_from_state_dict compile""".split()
+    _load_from_state_dict _replicate_for_data_parallel compile""".split()
 TENSOR_OPERATORS = [f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in
                     "add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split()]
 TENSOR_OPERATORS += [f"__{name}__" for name in
@@ -862,8 +889,8 @@ def allow_operators(allowed: bool) -> None:
 OPERATORS_ALLOWED = re.compile(r"""( (empty|zeros|ones|full)(_like)? | new_(empty|zeros|ones|full)
     | empty_strided | fill_? | zero_? | copy_? | _to_copy | clone | contiguous | view(_as)?
     | expand(_as)? | reshape(_as)? | _?unsafe_view | _reshape_alias | permute | transpose | t
-    | numpy_T | (un)?flatten | (un)?squeeze | select | slice | narrow | as_strided | detach | alias
-    | to | item | unbind | _local_scalar_dense | is_pinned | lift_fresh | resolve_(conj|neg)
+    | numpy_T | (un)?flatten | (un)?squeeze | select | slice | narrow | as_strided | detach_?
+    | alias | to | item | unbind | _local_scalar_dense | is_pinned | lift_fresh | resolve_(conj|neg)
     | _has_compatible_shallow_copy_type | movedim | swapaxes | broadcast_to | chunk | split | unfold
     | type_as | data | set_data | ravel | repeat | mT
     )(_\w+)?""", re.VERBOSE)
@@ -1240,9 +1267,8 @@ class Worker:
         sys.modules["torch.utils.cpp_extension"] = torch.utils.cpp_extension = stand_in
         program, self.guarded = ast.parse(code), names != []  # a task's own model is free
         program = relevant(program) if self.guarded else program
-        for name in MODULE_REFUSES if self.guarded else ():
-            setattr(nn.Module, name, refusing(name))
-        torch.inference_mode = torch.no_grad  # which has no way to turn a graph on
+        if self.guarded:
+            guard_modules()
         self.space = guarded_space(extensions) if self.guarded else {"__name__": "task"}
         program = Guard().visit(program) if self.guarded else program
         exec(compile(program, "candidate", "exec"), self.space)
@@ -1298,7 +1324,7 @@ class Worker:
             outputs.append(out)
             found.append(self._memory(out, len(self.true_slots[number][1])))
             claims.append({"type": type(out).__name__})
-            if type(out) is torch.Tensor:
+            if plain(out):
                 claims[-1] |= {"shape": list(out.shape), "strides": list(out.stride()),
                                "dtype": str(out.dtype), "device": out.device.type}
         if self.device == "cuda":
@@ -1319,12 +1345,23 @@ class Worker:
 
     def _memory(self, out, size: int) -> tuple[torch.Tensor | None, tuple[int, int]]:
         """The bytes of an output, if they are here, and the addresses that its storage takes."""
-        if type(out) is not torch.Tensor:
+        if not plain(out):
             return None, (0, 0)
         storage, data = out.untyped_storage(), out.data_ptr()
         span = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         whole = out.device.type == self.device and span[0] <= data <= span[1] - size
         return raw_bytes(data, size, self.device) if whole else None, span
+
+
+def plain(out) -> bool:
+    """Whether it is a tensor and nothing else, without attributes of its own that hide methods.
+
+    >>> odd = torch.ones(1)
+    >>> odd.data_ptr = print
+    >>> plain(odd), plain(torch.ones(1)), plain(nn.Parameter(torch.ones(1)))
+    (False, True, False)
+    """
+    return type(out) is torch.Tensor and not out.__dict__
 
 
 def apart(spans: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[bool]:
@@ -1358,7 +1395,7 @@ class Probe:
 
     def end(self, out) -> None:
         """Reads elements of the output at an even pace: in two steps, for who waits pays them."""
-        if type(out) is torch.Tensor:
+        if plain(out):
             total = len(self.place) // out.element_size()
             count, pace = min(PROBES, total), max(1, int(total / PROBES * self.pace))
             first = int(self.shift * (total - (count - 1) * pace))
@@ -2003,6 +2040,8 @@ class Judge:
             if not all(isinstance(v, list) and all(isinstance(t, str) for t in v) for v in values):
                 text = "load_inline takes strings and lists of strings"
                 raise Rejected("runtime_error", "", text)
+            if not all(re.fullmatch(r"[\w:]+", name) for name in call["functions"]):
+                raise Rejected("runtime_error", "", "load_inline's functions must be names")
         names = [f"kevin_{stable_seed(call, self.source):016x}" for call in calls]
         return Build(code, names, [self._library(*pair) for pair in zip(names, calls)])
 
