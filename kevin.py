@@ -837,6 +837,28 @@ def by_place(operator: str):
     return method
 
 
+# of nn.Module: they look up, by a text, attributes of what a get_submodule of one's own returns,
+# or compile
+MODULE_REFUSES = """get_submodule set_submodule get_parameter get_buffer load_state_dict
+    _load_from_state_dict _replicate_for_data_parallel compile""".split()
+TENSOR_OPERATORS = [f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in
+                    "add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split()]
+TENSOR_OPERATORS += [f"__{name}__" for name in
+                     "neg pos abs invert lt le gt ge eq ne contains reversed".split()]
+GUARDED = {name: refusing(name, " in forward") for name in TENSOR_OPERATORS} | {
+    name: by_place(name) for name in ("__getitem__", "__setitem__")}
+UNGUARDED = {name: vars(torch.Tensor)[name] for name in GUARDED if name in vars(torch.Tensor)}
+
+
+def allow_operators(allowed: bool) -> None:
+    """Whether Python's operators compute on the tensors of this process."""
+    for name, method in (UNGUARDED if allowed else GUARDED).items():
+        setattr(torch.Tensor, name, method)
+    for name in GUARDED if allowed else ():
+        if name not in UNGUARDED and name in vars(torch.Tensor):
+            delattr(torch.Tensor, name)  # and the one of its base class is back
+
+
 def guard_modules() -> None:
     """Takes from this process's torch what turns a text into an attribute, or hides a refusal."""
     def by_text(action):
@@ -861,28 +883,6 @@ def guard_modules() -> None:
     # told of what a hook raises, instead of its caller
     torch.nn.modules.module.warnings = types.SimpleNamespace(warn=refusing("warn"))
     torch.inference_mode = inference_mode
-
-
-# of nn.Module: they look up, by a text, attributes of what a get_submodule of one's own returns,
-# or compile
-MODULE_REFUSES = """get_submodule set_submodule get_parameter get_buffer load_state_dict
-    _load_from_state_dict _replicate_for_data_parallel compile""".split()
-TENSOR_OPERATORS = [f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in
-                    "add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split()]
-TENSOR_OPERATORS += [f"__{name}__" for name in
-                     "neg pos abs invert lt le gt ge eq ne contains reversed".split()]
-GUARDED = {name: refusing(name, " in forward") for name in TENSOR_OPERATORS} | {
-    name: by_place(name) for name in ("__getitem__", "__setitem__")}
-UNGUARDED = {name: vars(torch.Tensor)[name] for name in GUARDED if name in vars(torch.Tensor)}
-
-
-def allow_operators(allowed: bool) -> None:
-    """Whether Python's operators compute on the tensors of this process."""
-    for name, method in (UNGUARDED if allowed else GUARDED).items():
-        setattr(torch.Tensor, name, method)
-    for name in GUARDED if allowed else ():
-        if name not in UNGUARDED and name in vars(torch.Tensor):
-            delattr(torch.Tensor, name)  # and the one of its base class is back
 
 
 # Operators for allocation, views and copies, each also with an overload suffix (slice_Tensor).

@@ -629,7 +629,7 @@ def test_a_program_of_100_kilobytes_is_looked_through_in_seconds():
     for body in ("a = [" + "A()," * 24_000 + "]", chains):
         kevin.find_hacks(program(body, "class A(nn.Module):\n    x = 1"))
     assert kevin.syntax_error(log, names) == ""
-    assert time.process_time() - start < 6, "one of them took 4, 10 and 28 seconds"
+    assert time.process_time() - start < 3.5, "they took 4, 10 and 28 seconds"
 
 
 @shared
@@ -1827,7 +1827,7 @@ def test_a_worker_runs_only_while_it_is_waited_for_and_gets_new_inputs_when_stop
         assert not torch.equal(*seen)
 
 
-def test_what_a_run_has_left_ends_before_the_next_inputs_and_costs_no_collection_of_torch(judge):
+def test_getting_ready_for_new_inputs_costs_no_look_at_all_of_torchs_objects(judge):
     with kevin.Subject(judge, NORM, judge.submit(candidate()).result()) as subject:
         subject.run(1, 2)
         times = []
@@ -1835,7 +1835,7 @@ def test_what_a_run_has_left_ends_before_the_next_inputs_and_costs_no_collection
             start = time.perf_counter()
             subject.ask("prepare", name="ModelNew", weights=1)
             times.append(time.perf_counter() - start)
-        assert min(times) < 0.02, "60 ms where all of torch's objects are looked at"
+        assert min(times) < 0.02, "it was 60 ms"
 
 
 def test_who_starts_slowly_is_timed_in_bursts_as_long_as_others(monkeypatch):
