@@ -1266,11 +1266,10 @@ class Worker:
         stand_in.load_inline = load_inline
         sys.modules["torch.utils.cpp_extension"] = torch.utils.cpp_extension = stand_in
         program, self.guarded = ast.parse(code), names != []  # a task's own model is free
-        program = relevant(program) if self.guarded else program
+        self.space = guarded_space(extensions) if self.guarded else {"__name__": "task"}
         if self.guarded:
             guard_modules()
-        self.space = guarded_space(extensions) if self.guarded else {"__name__": "task"}
-        program = Guard().visit(program) if self.guarded else program
+            program = Guard().visit(relevant(program))
         exec(compile(program, "candidate", "exec"), self.space)
         return {"calls": calls if names is None else None}
 
