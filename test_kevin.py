@@ -3813,7 +3813,8 @@ def standard_errors(turns, others):
 
 @serving
 @pytest.mark.parametrize("field", [True, False])
-def test_an_evaluation_through_a_real_server_agrees_with_the_local_one(learnt, tmp_path, field):
+def test_an_evaluation_through_a_real_server_agrees_with_the_local_one(
+        learnt, tmp_path, monkeypatch, field):
     base = Path(shutil.copytree(learnt / "to_serve", tmp_path / "base"))
     if field:  # the server finds the thought and gives it in a field of its own
         config = json.loads((base / "tokenizer_config.json").read_text())
@@ -3822,6 +3823,10 @@ def test_an_evaluation_through_a_real_server_agrees_with_the_local_one(learnt, t
                 "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
                 "content": {"close": "<|im_end|>", "content": "text"}}}
         (base / "tokenizer_config.json").write_text(json.dumps(config))
+    else:  # nothing shows that a thought was begun: a text that never closes one is an answer
+        parse = kevin.parse_response
+        monkeypatch.setattr(kevin, "parse_response", lambda text: parse(
+            text if "</think>" in text else f"</think>\n{text}"))
     argv = ["--k", "24", "--max-new-tokens", "160"]
     checkpoint = str(learnt / "checkpoints/step-1")  # its adapter is fresh: both rows are the base
     local, _ = evaluate(tmp_path / "local", *argv, "--adapter", checkpoint, judge=StubJudge)
