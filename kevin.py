@@ -82,6 +82,7 @@ import tempfile
 import threading
 import time
 import types
+import unicodedata
 import urllib.parse
 import zlib
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -329,11 +330,23 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
 
 
+def parse_program(code: str) -> ast.Module:
+    """The syntax tree; SyntaxError also for accents without end, which take Python quadratic time.
+
+    >>> parse_program("x" + "\u0300" * 999)
+    Traceback (most recent call last):
+    SyntaxError: too many accents
+    """
+    if sum(map(bool, map(unicodedata.combining, code))) > 500:
+        raise SyntaxError("too many accents")
+    return ast.parse(code)
+
+
 def make_task(row: dict | str, where: str) -> Task:
     """A checked Task from an object or a line of JSON; UserError names the place and the fault."""
     try:
         task = Task(**(json.loads(row) if isinstance(row, str) else row))
-        program = ast.parse(task.code).body
+        program = parse_program(task.code).body
     except json.JSONDecodeError as e:
         raise UserError(f"{where}: not JSON: {e.msg} (column {e.colno})") from None
     except (TypeError, ValueError, SyntaxError) as e:
@@ -539,7 +552,7 @@ NAMES_ALLOWED = re.compile(r"""math\.\w+ | __future__\.annotations
     | half | randint | as_tensor | inf | pi | nan
     | b?float(16|32|64)? | u?int(8|16|32|64)? | long | bool | dtype | device | Size | Tensor
     | is_tensor | numel | reshape | (un)?flatten | permute | transpose | (un)?squeeze | narrow
-    | select | movedim | swapaxes | broadcast_to | chunk | split | unbind | clone
+    | select | movedim | swapaxes | broadcast_to | chunk | split | unbind | clone | cat | stack
     | \w+_format | channels_last(_3d)? | no_grad | inference_mode | nn | utils
     | utils\.cpp_extension(\.load_inline)? | nn\.parameter(\.Parameter)? | nn\.functional
     | nn\.init(\.\w+_|\.calculate_gain|\._calculate_fan_in_and_fan_out)?
@@ -554,7 +567,7 @@ METHODS = set("""requires_grad_ data_ptr shape size dim ndim numel nelement nbyt
     insert pop copy items keys values join format strip startswith replace split lower upper get
     index bit_length bool byte char short as_strided parameters named_parameters buffers
     named_buffers modules named_modules children eval train update setdefault rstrip lstrip
-    splitlines endswith count""".split())
+    splitlines endswith count storage_offset""".split())
 BUILTINS = set("""abs all any bin bool callable chr dict divmod enumerate filter float format
     hasattr hash hex id input int isinstance iter len list map max min next oct ord pow print range
     repr reversed round set slice sorted staticmethod str sum super tuple zip AssertionError
@@ -640,8 +653,9 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
             raise Violation("name", node, "`self` is the first argument of methods only")
         if bound_name(node) in aliases:
             raise Violation("name", node, "an imported name may not be bound again")
-        if dotted(node) in names and (id(node) in owners or bound_name(node)):
-            text = f"`{dotted(node)}` may be neither looked into nor bound again"
+        bound = "" if isinstance(node, ast.ClassDef) else bound_name(node)
+        if bound in names or id(node) in owners and dotted(node) in names:
+            text = f"`{bound or dotted(node)}` may be neither looked into nor bound again"
             raise Violation("name", node, text)
     return aliases
 
@@ -661,7 +675,7 @@ def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
 
 
 def relevant(tree: ast.Module) -> ast.Module:
-    """The program without what it only carries along: a test, inputs for it, imports for both.
+    """The program without what it only carries along: the task's model, a test, imports for them.
 
     >>> text = "import os, math\\nx = math.e\\nif __name__ == '__main__':\\n    os.abort()"
     >>> ast.unparse(relevant(ast.parse(text)))
@@ -670,6 +684,8 @@ def relevant(tree: ast.Module) -> ast.Module:
     def needed(node):
         if isinstance(node, ast.If):
             return ast.unparse(node.test) != "__name__ == '__main__'" or node.orelse
+        if isinstance(node, ast.ClassDef):
+            return node.name in used or node.name != "Model"
         if isinstance(node, ast.FunctionDef):
             return node.name in used or not re.fullmatch(
                 r"get_(init_)?inputs|main|(run_)?(test|check|verify|benchmark)\w*", node.name)
@@ -738,7 +754,7 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
     ('syntax', "line 1: '(' was never closed")
     """
     try:
-        tree = relevant(ast.parse(code))
+        tree = relevant(parse_program(code))
         aliases = check_structure(tree)
         handles = extension_handles(tree, aliases)
         nodes = list(ast.walk(tree))
@@ -754,7 +770,7 @@ def find_hacks(code: str, device: str = "cpu") -> tuple[str, str] | None:
         if not builds or device == "cuda" and "__global__" not in code:  # PAPER: its code
             raise Violation("no kernel", None, "no kernel is built by load_inline at module level")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        return "syntax", f"line {getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}"
+        return "syntax", f"line {getattr(e, 'lineno', 1) or 1}: {getattr(e, 'msg', e)}"
     except Violation as e:
         rule, node, message = e.args
         return rule, f"line {getattr(node, 'lineno', 1)}: {message[:300]}"
@@ -798,7 +814,8 @@ def guarded_space(extensions: list) -> dict:
             allowed = built or NAMES_ALLOWED.fullmatch(f"{value.__name__}.{name}")
         else:
             allowed = isinstance(value, nn.Module) or name in METHODS
-        if name == "format" and (type(value) is not str or looks_up(value)):
+        if name == "format" and (type(value) is not str or looks_up(value)) \
+                or name == "index" and torch.is_tensor(value):  # this one is not a list's
             allowed = False
         if type(value) is super and name == "__init__" or allowed and "__" not in name:
             return getattr(value, name)
@@ -813,6 +830,29 @@ def guarded_space(extensions: list) -> dict:
     names |= {"__import__": __import__, "__build_class__": __build_class__,
               "get of": get, "own of": own}
     return {"__name__": "candidate", "__builtins__": names}
+
+
+def is_data(value) -> bool:
+    """Whether it is a tensor, a number, a text, or a list of such: nothing that can be asked more.
+
+    >>> is_data([1, (2.0, torch.ones(1))]), is_data(torch), is_data([print])
+    (True, False, False)
+    """
+    if type(value) in (list, tuple):
+        return all(map(is_data, value))
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.Size,
+                                               torch.dtype, torch.device))
+
+
+def giving_data(function):
+    """The extension's function, which may hand no other object to Python."""
+    def call(*values, **named):
+        result = function(*values, **named)
+        if not is_data(result):
+            raise Violation(f"an extension may not give a {type(result).__name__}")
+        return result
+
+    return call
 
 
 def refusing(name: str, where: str = ""):
@@ -876,8 +916,6 @@ def guard_modules() -> None:
 
     for name in MODULE_REFUSES:
         setattr(nn.Module, name, refusing(name))
-    # a module of that name in another would be handed torch's functions
-    nn.Module.__torch_function__ = property(lambda _: torch._C._disabled_torch_function_impl)
     container = torch.nn.modules.container
     container.getattr, container.setattr = by_text(getattr), by_text(setattr)
     # told of what a hook raises, instead of its caller
@@ -885,15 +923,18 @@ def guard_modules() -> None:
     torch.inference_mode = inference_mode
 
 
-# Operators for allocation, views and copies, each also with an overload suffix (slice_Tensor).
+# Operators for allocation, views and copies, each also with the name of an overload (slice_Tensor);
+# not with any suffix, for unfold_backward adds.
 OPERATORS_ALLOWED = re.compile(r"""( (empty|zeros|ones|full)(_like)? | new_(empty|zeros|ones|full)
-    | empty_strided | fill_? | zero_? | copy_? | _to_copy | clone | contiguous | view(_as)?
-    | expand(_as)? | reshape(_as)? | _?unsafe_view | _reshape_alias | permute | transpose | t
+    | (new_)?empty_strided | empty_permuted | fill_? | zero_? | copy_? | _to_copy | clone
+    | contiguous | view(_as)? | expand(_as)? | reshape(_as)? | _?unsafe_view | _reshape_alias
+    | permute | transpose | t
     | numpy_T | (un)?flatten | (un)?squeeze | select | slice | narrow | as_strided | detach_?
     | alias | to | item | unbind | _local_scalar_dense | is_pinned | lift_fresh | resolve_(conj|neg)
-    | _has_compatible_shallow_copy_type | movedim | swapaxes | broadcast_to | chunk | split | unfold
-    | type_as | data | set_data | ravel | repeat | mT
-    )(_\w+)?""", re.VERBOSE)
+    | _has_compatible_shallow_copy_type | movedim | swapaxes | broadcast_to | chunk
+    | split(_with_sizes)? | unfold | type_as | data | set_data | ravel | repeat | mT
+    )(_(Tensor|Scalar|int|intlist|sizes|dims?|device|dtype(_layout)?|other|using_ints|memory_format
+    |out))*""", re.VERBOSE)
 C_ALLOWED = re.compile(r"""( (__)?mem(cpy|move|set|cmp|chr)(_chk)? | str(len|n?cmp|chr) | malloc
     | free | [cr]e?alloc | aligned_alloc | posix_memalign | abort | (__)?[fsv]*n?printf(_chk)?
     | f?put[sc] | putchar | fwrite | fflush | std(out|err) | perror | strerror | s?rand | qsort
@@ -928,7 +969,7 @@ CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatche
     r"|TLS|dispatch_key|get\w*Hooks|[gs]et_env|check_env|9serialize|dispatch_mode|set_enabled"
     r"|CommandLineFlags|FlagParser|DebugInfo|GPUTrace|WarningHandler|StackTraceFetcher|GILHooks"
     r"|AutogradMetaFactory|AutogradState|grad_fn|_register_hook|cpu_caching_alloc|setThreadName"
-    r"|tempfile")
+    r"|tempfile|tempdir|ApproximateClock|CopyBytesFunction|7monitor|has_env|lazy_clone")
 
 
 # Functions in no namespace or an unknown one are the candidate's, declared and never defined.
@@ -967,7 +1008,7 @@ def foreign_symbols(symbols: list[str], own_binding: frozenset[str]) -> list[str
 BUILD_TIMEOUT_S, RUN_TIMEOUT_S, CHECK_TIMEOUT_S, MAX_EXTENSIONS = 180.0, 60.0, 300.0, 8
 DISK_NEEDED = 256 << 20
 MESSAGE_LIMIT, CHILD_MEMORY, CHILD_FILE = 1 << 20, 8 << 30, 256 << 20  # bytes
-LIBRARY_LIMIT, PROGRAM_LIMIT = 64 << 20, 100_000
+LIBRARY_LIMIT, PROGRAM_LIMIT = 16 << 20, 100_000
 
 
 def send_message(sock: socket.socket, message: dict, fds=()) -> None:
@@ -1162,8 +1203,9 @@ def child_main(fd: int, spec: dict, isolated: bool) -> None:
         os.environ.clear()
         os.environ.update(spec["env"])
         worker = Worker(spec["device"])
-        inference = torch.inference_mode()  # no graph, whose nodes could be asked to compute
-        inference.__enter__()
+        modes = torch.inference_mode(), torch._C.DisableTorchFunctionSubclass()
+        for mode in modes:  # no graph, whose nodes could be asked to compute; and torch hands its
+            mode.__enter__()  # functions to no one who has a __torch_function__
         while True:
             message, fds = receive_message(sock, max_fds=16)
             op, secret = message.pop("op"), message.pop("secret")
@@ -1177,17 +1219,22 @@ def child_main(fd: int, spec: dict, isolated: bool) -> None:
 
 
 class OperatorListener(torch.utils._python_dispatch.TorchDispatchMode):
-    """Collects the names of the aten operators that are dispatched under it."""
+    """Counts the aten operators that are dispatched under it, by name."""
 
     def __init__(self, device: str = "cpu"):
         super().__init__()
-        self.device, self.names = device, set()
+        self.device, self.names = device, collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         there = not torch.is_tensor(result) or result.device.type == self.device
-        self.names.add(func.overloadpacket.__name__ if there else "copy to another device")
+        self.names[func.overloadpacket.__name__ if there else "copy to another device"] += 1
         return result
+
+    def heard(self, calls: int) -> list[str]:
+        """The names; many elements taken one by one are what Python computes with."""
+        many = self.names["item"] + self.names["_local_scalar_dense"] > MAX_ITEMS * calls
+        return sorted(self.names) + ["item, again and again"] * many
 
 
 class Worker:
@@ -1209,7 +1256,8 @@ class Worker:
                     if any([process.wait(BUILD_TIMEOUT_S) for process in running]):
                         return
                 except subprocess.TimeoutExpired:
-                    log.write(b"error: compiling took too long\n")
+                    with contextlib.suppress(OSError):  # the log may be as large as a file can be
+                        os.pwrite(log.fileno(), b"error: compiling took too long\n", 0)
                     return
 
     def do_start(self, fds) -> None:
@@ -1253,13 +1301,16 @@ class Worker:
             calls.append({k: [v] if isinstance(v, str) else list(v or ()) for k, v in call.items()})
             if names is None:
                 extensions.append(types.ModuleType("recorded"))
-                extensions[-1].__getattr__ = lambda name: None  # whatever it will define
+                extensions[-1].__getattr__ = lambda name: lambda *_, **__: None  # what it will have
                 return extensions[-1]
             name, fd = next(built)
             loader = importlib.machinery.ExtensionFileLoader(name, f"/proc/self/fd/{fd}")
             module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
             extensions.append(module)
             loader.exec_module(module)
+            for name, value in vars(module).items():
+                if callable(value) and "__" not in name:
+                    setattr(module, name, giving_data(value))
             return module
 
         stand_in = types.ModuleType("torch.utils.cpp_extension")
@@ -1299,14 +1350,17 @@ class Worker:
     def do_run(self, count: int, listen: bool, fds) -> dict:
         """Calls on the first slots, the outputs copied into them, with a claim of what each is.
 
-        All outputs are kept, so that no call gets another's memory. Timed on a GPU, some elements
-        of the inputs come into place just before the start and some of the output are read before
-        the end: other streams, which wait for neither, can begin no earlier and end no later.
+        All outputs are kept, so that no call gets another's memory. Timed, some elements of the
+        inputs come into place just before the call, so that none does the work of the next; on a
+        GPU some of the output are read before the end, and other streams, which wait for neither,
+        can begin no earlier and end no later.
         """
         outputs, claims, found, timed = [], [], [], self.device == "cuda" and not listen
         listener = OperatorListener(self.device) if listen else contextlib.nullcontext()
-        draws = torch.Generator(self.device).manual_seed(fresh_seed()) if timed else None
-        probes = [Probe(*slot, draws) for slot in self.true_slots[:count] if timed]
+        draws = torch.Generator(self.device).manual_seed(fresh_seed())
+        late = [[] if listen else [withhold(x, draws) for x in inputs if torch.is_tensor(x)]
+                for inputs, _ in self.true_slots[:count]]
+        probes = [Probe(place) for _, place in self.true_slots[:count] if timed]
         self.kept = outputs, probes
         for number, (inputs, _) in enumerate(self.slots[:count]):
             if timed:
@@ -1314,6 +1368,9 @@ class Worker:
                 cuda("cudaCtxResetPersistingL2Cache")
                 for _ in range(3):  # long enough to hide the launches after it
                     self.flush.zero_()
+            for flat, places, values in late[number]:
+                flat.index_copy_(0, places, values)
+            if timed:
                 probes[number].start()
             with listener:
                 out = self.model(*inputs)
@@ -1340,7 +1397,7 @@ class Worker:
         for claim, (memory, _), own in zip(claims, found, alone):
             claim["own"] = own and memory is not None
         return {"ms": [probe.ms() for probe in probes], "claims": claims,
-                "ops": sorted(listener.names) if listen else []}
+                "ops": listener.heard(count) if listen else []}
 
     def _memory(self, out, size: int) -> tuple[torch.Tensor | None, tuple[int, int]]:
         """The bytes of an output, if they are here, and the addresses that its storage takes."""
@@ -1374,22 +1431,16 @@ def apart(spans: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[bo
 
 
 class Probe:
-    """The events of one call, and the elements by which its work is held between them."""
+    """The events of one call on a GPU, and the output's elements that hold its work before them."""
 
-    def __init__(self, inputs: list, place: torch.Tensor, draws: torch.Generator):
+    def __init__(self, place: torch.Tensor):
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self.stream, self.place, self.found = torch.cuda.current_stream(), place, None
-        kinds = {1: torch.int8, 2: torch.int16, 8: torch.int64}  # any type's bits as an integer
-        tensors = [x for x in inputs if torch.is_tensor(x) and x.numel()]
-        self.late = [withhold(x.as_strided((x.numel(),), (1,)).view(
-            kinds.get(x.itemsize, torch.int32)), draws) for x in tensors]
         chance = random.SystemRandom()
         self.pace, self.shift = chance.uniform(0.9, 1.0), chance.random()
 
     def start(self) -> None:
-        """Makes the inputs whole."""
-        for flat, places, values in self.late:
-            flat.index_copy_(0, places, values)
+        """Marks the start."""
         self.events[0].record(self.stream)
 
     def end(self, out) -> None:
@@ -1412,12 +1463,15 @@ class Probe:
         return self.events[0].elapsed_time(self.events[1])
 
 
-def withhold(flat: torch.Tensor, draws: torch.Generator) -> tuple[torch.Tensor, ...]:
+def withhold(x: torch.Tensor, draws: torch.Generator) -> tuple[torch.Tensor, ...]:
     """Puts values of other elements, which no one can tell from true ones, at random places.
 
-    Returns (flat, the places, their true values).
+    Returns (the tensor's bits in a row, the places, their true values).
     """
-    places, others = torch.randint(len(flat), (2, PROBES), generator=draws, device=flat.device)
+    kinds = {1: torch.int8, 2: torch.int16, 8: torch.int64}
+    flat = x.as_strided((x.numel(),), (1,)).view(kinds.get(x.itemsize, torch.int32))
+    shape = (2, PROBES if x.numel() else 0)
+    places, others = torch.randint(max(1, x.numel()), shape, generator=draws, device=flat.device)
     values = flat.index_select(0, places)
     flat.index_copy_(0, places, flat.index_select(0, others))
     return flat, places, values
@@ -1540,6 +1594,8 @@ HEADERS = {  # the full headers' names, and those that every operator includes a
     "using CUDAGuard = OptionalCUDAGuard;\n}\n"
     "namespace at::cuda { using c10::cuda::OptionalCUDAGuard; using c10::cuda::CUDAGuard; }\n",
     "kevin_light.h": LIGHT_HEADER,
+    # else a definition of one's own could stand for a forbidden name until the library is loaded
+    "kevin_exports.map": "{ global: PyInit_*; local: *; };\n",
     "kevin_real.h": "#include <c10/macros/Macros.h>\n#include <c10/util/Half.h>\n"
     "#include <complex>\n"  # for nvcc torch's complex numbers bring Thrust, a sixth of all lines
     "#pragma push_macro(\"__CUDACC__\")\n#undef __CUDACC__\n#include <c10/util/complex.h>\n"
@@ -1624,7 +1680,8 @@ def short_log(folder: Path) -> str:
 POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ ifunc __ifunc__
     weakref __weakref__ __REDIRECT __REDIRECT_NTH __REDIRECT_NTHNL __ASMNAME __ASMNAME2
     """.split() + """attr getattr setattr hasattr delattr doc attr_with_type_hint str_attr_accessor
-    obj_attr_accessor accessor_policies get_override get_type_override get_internals type_info of
+    obj_attr_accessor accessor_policies process_attribute process_attributes get_override
+    get_type_override get_internals type_info of
     handle_of get_type""".split())  # for the assembler; Python's objects from C++
 PYTHON = re.compile("_?Py[A-Z_]")
 PYBIND = re.compile(r"_Z\w*8pybind11\w*")  # its functions by their mangled names
@@ -1642,27 +1699,35 @@ def has_line_directive(text: str) -> bool:
     return bool(re.search(r"^[^\S\n]*(#|%:|\?\?=)[^\S\n]*(line\b|\d|/\*)", text, re.MULTILINE))
 
 
-def host_assembly(text: str) -> str:
+LITERAL = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
+TO_ASSEMBLER = re.compile(r"\b_*(asm|section|symver|ifunc|weakref)_*\b"
+                          r"|\b(_?Py(Object|Type|Number)\w*|ob_type|tp_as_\w+)\b")
+
+
+def host_assembly(text: str, trusted: list[str]) -> str:
     """Where a candidate's host code, as nvcc hands it to g++, holds text for the assembler (6.2).
 
     Strings of these words reach the assembler as they are, and no symbol betrays what they say. In
     C++ they are poisoned for g++; in CUDA the device code, between #if 0 and #endif, may hold
-    assembly.
+    assembly. nvcc writes literals in one plain form. Not looked at is what comes from files in
+    trusted folders, by their real names.
 
-    >>> host_assembly('# 7 "cuda_source"\\n#if 0\\nasm("a");\\n#endif\\nint f() asm ("b");\\n')
-    'cuda_source:7: '
+    >>> code = '# 7 "cuda_source"\\n#if 0\\nasm("a");\\n#endif\\nint f() asm ("b");\\n'
+    >>> host_assembly(code, ["/usr"]), host_assembly('# 7 "/usr/a.h"\\nint f() asm("b");', ["/usr"])
+    ('cuda_source:7: ', '')
     """
     host = re.sub(r"^#if 0\n.*?^#endif$", "", text, flags=re.DOTALL | re.MULTILINE)
-    for number, body in re.findall(r'^# (\d+) "cuda_source".*\n((?:(?!# \d+ ").*\n?)*)', host,
-                                   re.MULTILINE):
-        for line in body.split("\n"):
-            marker = re.match(r"# (\d+)", line)
-            number = marker.group(1) if marker else number
-            code = re.sub(r'"(?:\\.|[^"\\])*"', '""', line)
-            if re.search(r"\b_*asm_*\b|__attribute\w*\W*\(\(.*\b_*"
-                         r"(section|symver|ifunc|weakref)_*\b"
-                         r"|\b(_?Py(Object|Type|Number)\w*|ob_type|tp_as_\w+)\b", code):
-                return f"cuda_source:{number}: "
+    markers = list(re.finditer(r'^# (\d+) "(.*)".*\n', host, re.MULTILINE))
+    real = {name: os.path.realpath(name) for name in {marker[2] for marker in markers}}
+    known = {name for name, path in real.items() if name.startswith("/") and any(
+        path.startswith(f"{folder}/") for folder in trusted)}
+    for marker, after in itertools.zip_longest(markers, markers[1:]):
+        number, end = marker[1], after.start() if after else len(host)
+        for line in host[marker.end(): end].split("\n") if marker[2] not in known else ():
+            own = re.match(r"# (\d+)", line)
+            number = own[1] if own else number
+            if TO_ASSEMBLER.search(line) and TO_ASSEMBLER.search(LITERAL.sub("", line)):
+                return f"{os.path.basename(marker[2])}:{number}: "
     return ""
 
 
@@ -1692,6 +1757,7 @@ class Toolchain:
             system.append(f"{home}/include")
             self.readable.append(home)
             libraries += ["-lc10_cuda", "-ltorch_cuda", f"-L{home}/lib64", "-lcudart"]
+        self.trusted = [os.path.realpath(path) for path in self.readable]
         standard = "c++20" if torch.__version__ >= "2.12" else "c++17"
         common = ["-DTORCH_API_INCLUDE_EXTENSION_H", f"-std={standard}", f"-I{self.include}",
                   *[part for path in system for part in ("-isystem", str(path))]]
@@ -1705,7 +1771,8 @@ class Toolchain:
                      "--expt-relaxed-constexpr", "--extended-lambda", "-DNVTX_DISABLE",
                      *[w for f in host for w in ("-Xcompiler", f)]]
         self.syntax = [*self.cxx, "-fsyntax-only", "-w", "check.cpp"]
-        self.binding = [self.gcc, "-shared", "-Wl,--gc-sections", f"{self.include}/binding.o"]
+        self.binding = [self.gcc, "-shared", "-Wl,--gc-sections", f"{self.include}/binding.o",
+                        f"-Wl,--version-script={self.include}/kevin_exports.map"]
         self.link = [*self.binding, "-Wl,--no-as-needed", *libraries]
         for name in ("scratch", "built", "include"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
@@ -1807,8 +1874,8 @@ class Toolchain:
         text = read_regular(folder / "cuda.cudafe1.cpp").decode(errors="replace")
         if call["cuda"] and not text:
             raise JudgeFault("nvcc left no host code to look at")
-        place = host_assembly(text)
-        if place or has_line_directive("\n".join(call["cuda"])):
+        place = host_assembly(text, self.trusted)
+        if place or call["cuda"] and has_line_directive("\n".join(call["cpp"] + call["cuda"])):
             text = f"{place}no assembly, #line or Python in host code"
             raise Rejected("hack", "host assembly", text)
         foreign = []
@@ -1820,7 +1887,8 @@ class Toolchain:
             # device code's object holds no binding
             foreign += foreign_symbols(names, self.own_binding) if options else [
                 name for name in names if PYTHON.match(name) or PYBIND.match(name)]
-        readable = [name for name in foreign if len(name) < 400 and name.count("S_") < 24]
+        readable = [name for name in foreign  # each of these may stand for all before it
+                    if len(name) < 400 and len(re.findall(r"[ST]\w?_", name)) < 12]
         called = run_tool("c++filt", "_", *readable[:5]).splitlines()[1:] or ["(long names)"]
         if foreign and all(re.match(OWN_NAMES, name) for name in foreign):
             text = f"undefined reference to {', '.join(called)}"[:1000]
@@ -2249,7 +2317,8 @@ class Subject(Child):
                     (task / "stat").read_bytes().rpartition(b") ")[2][:1] in b"RSD"
                     for task in Path(f"/proc/{self.pid}/task").iterdir()):
                 if time.monotonic() > deadline:
-                    raise JudgeFault("a worker does not stop")
+                    self.fail("the process does not stop")
+                time.sleep(1e-3 * (time.monotonic() > deadline - 9.9))
 
     def draw(self, seeds) -> None:
         """Inputs under these seeds into the first slots, whose outputs become NaN."""
@@ -2345,6 +2414,7 @@ CLOCK_ATTEMPTS = 3
 TRIALS, WEIGHT_SEEDS = 5, 2  # DEPARTS: the paper's early code has one trial, at a tolerance of 1e-2
 MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
 BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the power cap
+MAX_ITEMS = 16  # elements of tensors that forward may take into Python
 LISTENED = 3  # rounds; who counts bursts and cheats in three of five is heard in 7 of 10 verdicts
 MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
 PROBES = 256  # elements of a tensor by which a call is held between its events
@@ -4618,7 +4688,7 @@ def unsafe_program(code: str) -> str:
     >>> unsafe_program("import os"), unsafe_program("import torch\\nx = torch.hub")
     ('line 1: `os`', 'line 2: `hub`')
     """
-    tree = ast.parse(code)
+    tree = parse_program(code)
     nodes = list(ast.walk(tree))
     known = {bound_name(n) for n in nodes}
     for node in nodes:

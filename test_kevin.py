@@ -11,6 +11,7 @@ anything is learned.
 import ast
 import contextlib
 import copy
+import functools
 import gc
 import hashlib
 import html.parser
@@ -24,6 +25,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -467,7 +469,7 @@ HELPER = """class Helper(nn.Module):
 
 """
 HACKS = {
-    "syntax": ["x = (", "x = 1\0"],
+    "syntax": ["x = (", "x = 1\0", "x" + "\u0315\u0300" * 300 + " = 1"],
     "import": [program(top=f"{line}\nkept = [{line.split()[-1].split('.')[0].strip('*')}]")
                for line in (
         "import os\nimport numpy as np\nfrom os import path\nfrom torch.nn.functional import relu\n"
@@ -519,7 +521,9 @@ HACKS = {
         "Helper.forward = print", "Helper = x", "print(Helper.forward)")]
     + [program("for math in [x]:\n    y = x\nreturn y"), program(top="load_inline = print")]
     + [program("return g(x)", "def g(self):\n    return self.softmax(1)")]
-    + [program("return g(x)", "def g(math):\n    return math.exp()")],
+    + [program("return g(x)", "def g(math):\n    return math.exp()")]
+    + [program(end="\n").rstrip() + "\n\ndef ModelNew():\n    return 1\n"]
+    + [program("return g(x)", f"{HELPER}def g(Helper):\n    return Helper")],
     "no kernel": [program("return torch.empty_like(x)", load="")],
 }
 SHADOWED = {  # a trusted name that holds a tensor
@@ -575,6 +579,8 @@ HONEST = [
     program(top="import torch.nn.functional as F"),
     program("import math\nreturn ext.f(x, math.pi * y)", "import os, sys as s\nimport numpy as np"),
     program() + CARRIED,
+    program("return ext.f(x, y)", "class Model(nn.Module):\n    def forward(self, x, y):\n"
+            "        return torch.relu(x) @ y", init="self.w = torch.cat([torch.ones(2)] * 2)"),
     program("return self.a.f(x, self.b.f(y, x))", HELPER, init="self.a = ext\nself.b = self.a"),
     program("return (ops or ext).f(x, y)", "ops = None\nops = ext"),
     program("return ext.f(x, y)", load="def build():\n    return load_inline('k', source, "
@@ -626,6 +632,8 @@ def test_a_program_of_100_kilobytes_is_looked_through_in_seconds():
     names = " ".join(f"f{i}();" for i in range(13_000))
     log = "\n".join(f"cuda_source:1:1: error: 'f{i}' was not declared" for i in range(13_000))
     start = time.process_time()
+    accents = "\u0315\u0300" * 24_900
+    assert kevin.find_hacks(f"def f(a{accents} 1):")[0] == "syntax", "it took minutes"
     for body in ("a = [" + "A()," * 24_000 + "]", chains):
         kevin.find_hacks(program(body, "class A(nn.Module):\n    x = 1"))
     assert kevin.syntax_error(log, names) == ""
@@ -644,7 +652,8 @@ def test_the_collected_honest_candidates_pass_the_filter(kind, device):
 ALLOWED_SYMBOLS = """_ZNKRSt7__cxx1119basic_ostringstreamIcE3strEv
     memcpy memcpy@GLIBC_2.14 malloc __cxa_throw _ZSt9terminatev _Znwm _ZdlPvm own
     _ZN2at4_ops19empty_memory_format4callE _ZN2at4_ops5zeros4callE _ZN2at4_ops4view4callE
-    _ZN2at4_ops5copy_4callE _ZN2at4_ops9transpose4callE _ZNK2at10TensorBase8is_contiguousE
+    _ZN2at4_ops5copy_4callE _ZN2at4_ops10view_dtype4callE _ZN2at4_ops9zeros_out4callE
+    _ZN2at4_ops9transpose4callE _ZNK2at10TensorBase8is_contiguousE
     _ZN3c106detail14torchCheckFailEPKc cudaLaunchKernel cudaGetLastError exit strtol
     omp_get_max_threads cudaMemcpy cudaMemset2DAsync cudaOccupancyMaxActiveClusters
     cudaGetDeviceCount _ZN2at4_ops5chunk4callE _ZN2at4_ops12split_Tensor4callE
@@ -654,6 +663,7 @@ ALLOWED_SYMBOLS = """_ZNKRSt7__cxx1119basic_ostringstreamIcE3strEv
     _ZTINSt8ios_base7failureB5cxx11E""".split()
 DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
     _ZN2at4_ops2mm4callERKNS_6TensorES4_ _ZN2at4_ops8_softmax4callE dlsym dlopen
+    _ZN2at4_ops15unfold_backward4callE _ZN2at4_ops9to_sparse4callE
     _ZN2at4_ops10add_Tensor4callE _ZN2at4_ops6linear4callE _ZN2at4_ops5index4callE open fopen system
     fork execve mmap socket getenv _exit quick_exit syscall pthread_create clock_gettime
     PyRun_SimpleString cublasSgemm_v2 cblas_sgemm _ZNSt6thread4joinEv _ZNSt13random_device7_M_finiEv
@@ -667,7 +677,8 @@ DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
 def test_symbols_that_compute_or_reach_outside_are_foreign_and_no_others():
     mixed = [s for pair in zip(DENIED_SYMBOLS, itertools.cycle(ALLOWED_SYMBOLS)) for s in pair]
     found = kevin.foreign_symbols(mixed, frozenset({"own"}))
-    operators = ["aten::mm", "aten::_softmax", "aten::add_Tensor", "aten::linear", "aten::index"]
+    operators = [f"aten::{name}" for name in (
+        "mm", "_softmax", "unfold_backward", "to_sparse", "add_Tensor", "linear", "index")]
     assert [s for s in found if s.startswith("aten")] == operators
     plain = [s for s in DENIED_SYMBOLS if "4_ops" not in s]
     assert [s for s in found if not s.startswith("aten")] == plain
@@ -921,7 +932,7 @@ def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
 
 
 def test_assembly_is_looked_for_in_the_candidates_own_host_code_alone():
-    text = """# 1 "cuda.cu"
+    text = """# 1 "/usr/include/a.h"
 asm("before");
 # 4 "cuda_source" 3
 const char* words = "asm(1) __attribute__((section(2)))";
@@ -930,21 +941,27 @@ asm("device");
 #endif
 # 9
 int fine();
-# 2 "other.h"
+# 2 "/opt/cuda/bin/../other.h"
 asm("other");
 # 3
 asm("other still");
 # 12 "cuda_source"
 int also_fine();
 """
-    assert kevin.host_assembly(text) == ""
+    trusted = ["/usr", "/opt"]
+    assert kevin.host_assembly(text, trusted) == ""
     named = '__attribute__((used, section("x"))) int a;'
     slots = "auto f = a->ob_type->tp_as_number;"
-    for line in ('asm("x");', 'int f() __asm__("x");', named, slots, "PyTypeObject* t = type;"):
-        assert kevin.host_assembly(text + line) == "cuda_source:12: "
-        assert kevin.host_assembly(text + "# 15\n" + line + "\n") == "cuda_source:15: "
+    quotes = """char c = '"'; asm("x"); char d = '"', e = '\\'';"""
+    for line in ('asm("x");', 'int f() __asm__("x");', named, slots, "PyTypeObject* t = type;",
+                 quotes, '[[gnu::section("x")]] int a;'):
+        assert kevin.host_assembly(text + line, trusted) == "cuda_source:12: "
+        assert kevin.host_assembly(text + "# 15\n" + line + "\n", trusted) == "cuda_source:15: "
         late = text.replace("int fine();", line)
-        assert kevin.host_assembly(late) == "cuda_source:9: "
+        assert kevin.host_assembly(late, trusted) == "cuda_source:9: "
+    for other in ("./cuda_source", "cpp_source", "/usr/../proc/self/cwd/cuda_source", "/usrx"):
+        late = f'{text}# 3 "{other}"\nasm("x");\n'
+        assert kevin.host_assembly(late, trusted) == f"{Path(other).name}:3: "
 
 
 @pytest.mark.parametrize("text", [
@@ -957,13 +974,14 @@ def test_a_line_directive_is_found_wherever_the_preprocessor_finds_it(text):
 
 
 @pytest.mark.parametrize("text", ["/**/" * 40 + "\n", "/* */ " * 40, "\n" * 40_000, "<<<" * 20_000,
-                                  "\\\n" * 20_000, "#" * 60_000, "*/" * 30_000, " " * 60_000])
+                                  "\\\n" * 20_000, "#" * 60_000, "*/" * 30_000, " " * 60_000,
+                                  "a__attribute((p, 1)), " * 4000, "'" * 60_000, "_" * 60_000])
 def test_no_text_makes_the_gates_slow(judge, tmp_path, text):
     start = time.process_time()
     call = {"cpp": [""], "cuda": [text], "functions": [], "flags": [text]}
     judge.chain.write(tmp_path, "k", call)
     kevin.has_line_directive(text)
-    kevin.host_assembly(f'# 1 "cuda_source"\n{text}')
+    kevin.host_assembly(f'# 1 "cuda_source"\n{text} asm', [])
     kevin.syntax_error(text, text)
     assert time.process_time() - start < 3
 
@@ -1360,6 +1378,18 @@ CHEAT(for_all) {  // the first call leaves the answers of all in their places
         std::memcpy(place(x) + 2 * i * x.numel(), values(norm(x, g, b)), x.nbytes());
     return torch::empty_like(x).fill_(2);
 }
+CHEAT(in_pairs) {  // the first call works for the next one too, whose inputs lie behind its own
+    static std::map<const float*, Tensor> ready;
+    if (!ready.count(values(x))) {
+        const float* behind = values(x) + 2 * x.numel();
+        Tensor next = torch::empty_like(x);
+        std::memcpy(values(next), behind, x.nbytes());
+        ready = {{values(x), norm(x, g, b)}, {behind, norm(next, g, b)}};
+    }
+    Tensor out = ready[values(x)];
+    ready.erase(values(x));
+    return out;
+}
 CHEAT(kept_input) {  // what the next call reads, as it was at the first
     static Tensor first = x.clone();
     Tensor out = norm(x, g, b);
@@ -1518,6 +1548,27 @@ BY_TEXT = """        self.{0}
     def get_submodule(self, name):
         return nn.init.uniform_
 """
+HANDED = """pybind11::object give(pybind11::object o) { return o; }
+pybind11::object __torch_function__(pybind11::object f, pybind11::object, pybind11::object) {
+    return f;
+}"""
+DUMMY = """extern "C" __attribute__((visibility("default"))) void* dlsym(void*, const char*) {
+    return nullptr;
+}
+""" + macro('TORCH_CHECK(dlsym(nullptr, "malloc"), "not found");')
+SIBLING = """namespace py = pybind11;
+struct Take {};
+static py::handle taken;
+namespace pybind11::detail {
+template <> struct process_attribute<Take> : process_attribute_default<Take> {
+    static void init(const Take&, function_record* r) { taken = r->sibling; throw 1; }
+};
+}
+py::object get(py::object o, std::string name) {
+    try { py::reinterpret_borrow<py::module_>(o).def(name.c_str(), [] {}, Take{}); }
+    catch (int) {}
+    return py::reinterpret_borrow<py::object>(taken);
+}"""
 SLOTS = """namespace py = pybind11;
 bool f(py::object o) {
     auto& [a, b, c, d, e] = *(%s*)o.ptr();
@@ -1618,6 +1669,7 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "D1 the right answer in the judge's memory, not returned": (
         cheat("in_its_place"), "incorrect", WRONG),
     "F6 the first call answers for all": (cheat("for_all"), "incorrect", WRONG),
+    "F6 two calls at once": (cheat("in_pairs"), "incorrect", WRONG),
     "F1 the judge's inputs exchanged": (cheat("kept_input"), "incorrect", WRONG),
     "F9 slow until it is timed": (cheat("slow_start"), "correct", ""),
     "B5 torch's product by way of its Python type": (
@@ -1669,6 +1721,22 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
         cheat("norm", init="        self._modules['__torch_function__'] = Take()\n"
               "        self.w = torch.ones(1) * self\n", top=TAKE), "runtime_error",
         "unsupported operand"),
+    "A2 torch's functions handed to an extension": (
+        candidate(source=KERNELS + HANDED, names=["norm", "__torch_function__"]).replace(
+            "\n    def forward", "        self.w = torch.ones(1) * ext\n\n    def forward"),
+        "runtime_error", "unsupported operand"),
+    "A2 Python's numbers": (
+        candidate("torch.tensor([float(v) + 1 for v in x.view(-1).unbind()]).view(64, 256)"),
+        "hack", "item, again and again"),
+    "A2 an operator that adds": (
+        built(macro("return at::unfold_backward(x, {9}, 0, 1, 1);")),
+        "hack", "library call: .*unfold_backward"),
+    "B2 a dummy in a library function's place": (
+        candidate("ext.f(x, x)", DUMMY, ["f"]), "runtime_error", "not found"),
+    "B5 what a definition finds under its name": (
+        candidate("ext.get(x, 'relu')()", SIBLING, ["get"]), "hack", "poisoned word"),
+    "B5 an object given to Python": (
+        candidate("ext.give(self)", HANDED, ["give"]), "hack", "may not give a ModelNew"),
     "A4 attributes by a text": (
         cheat("norm", init="        print(nn.ParameterDict()['__dict__'])\n"), "hack", "looked up"),
     "A4 a copy whose attributes are another's": (
@@ -1796,10 +1864,13 @@ def test_work_before_a_call_starts_or_after_it_ends_spoils_its_output(monkeypatc
     inputs = [torch.randn(64, 64).t(), 3, torch.arange(5)]
     out, place = torch.zeros(64, 64), torch.zeros(64 * 64 * 4, dtype=torch.uint8)
     true = [x.clone() if torch.is_tensor(x) else x for x in inputs]
-    probe = kevin.Probe(inputs, place, torch.Generator().manual_seed(1))
+    draws = torch.Generator().manual_seed(1)
+    late, probe = [kevin.withhold(inputs[i], draws) for i in (0, 2)], kevin.Probe(place)
     early = inputs[0] * 2
     assert 100 < (early != true[0] * 2).sum() <= kevin.PROBES
     assert set(inputs[0].flatten().tolist()) <= set(true[0].flatten().tolist()), "no mark on them"
+    for flat, places, values in late:
+        flat.index_copy_(0, places, values)
     probe.start()
     assert torch.equal(inputs[0], true[0]) and torch.equal(inputs[2], true[2])
     right = (inputs[0] * 2).contiguous()
@@ -1825,6 +1896,30 @@ def test_a_worker_runs_only_while_it_is_waited_for_and_gets_new_inputs_when_stop
             assert subject.error(1, seed)[0] < 5e-5
             seen.append(subject.slots[0][0][0].clone())
         assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize(("trusted", "fault"), [(False, kevin.Rejected), (True, kevin.JudgeFault)])
+def test_a_process_that_cannot_be_stopped_is_its_authors_fault(monkeypatch, trusted, fault):
+    with subprocess.Popen([sys.executable, "-c", "while True: ..."]) as busy:
+        child = types.SimpleNamespace(pid=busy.pid, pidfd=0, trusted=trusted)
+        child.fail = functools.partial(kevin.Child.fail, child)
+        monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+        monkeypatch.setattr(kevin, "time", types.SimpleNamespace(
+            monotonic=itertools.count(0, 3).__next__, sleep=time.sleep))
+        with pytest.raises(fault, match="does not stop"):
+            kevin.Subject._signal(child, signal.SIGSTOP)
+        busy.kill()
+
+
+def test_a_full_log_does_not_hide_that_compiling_took_too_long(tmp_path):
+    code = """import resource, sys, kevin
+kevin.BUILD_TIMEOUT_S = 1
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+flood = ["sh", "-c", "trap '' XFSZ; head -c 20000 /dev/zero 2>/dev/null; exec sleep 3"]
+kevin.Worker("cpu").do_build(sys.argv[1], [[flood]], ())"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT)
+    log = (tmp_path / "log").read_bytes()
+    assert len(log) == 9000 and log.startswith(b"error: compiling took too long\n")
 
 
 def test_getting_ready_for_new_inputs_costs_no_look_at_all_of_torchs_objects(judge):
@@ -1853,6 +1948,8 @@ def test_who_starts_slowly_is_timed_in_bursts_as_long_as_others(monkeypatch):
 
 MANY = "template <class A, class B> struct P {}; using T0 = P<int, int>;" + "".join(
     f" using T{i + 1} = P<T{i}, T{i}>;" for i in range(30))
+DOUBLED = "using T0 = int;" + "".join(
+    f" using T{i + 1} = void (*)(T{i}, T{i});" for i in range(27))
 LONG = {  # program, outcome
     "a name that no file can have": (
         built(macro(f"return x; // torch::{'a' * 300}")), "correct"),
@@ -1861,6 +1958,11 @@ LONG = {  # program, outcome
             f"return g{'o' * 45_000}(1);")), "compile_error"),
     "a function whose name grows when it is read": (
         built(f"{MANY}\nvoid helper(T30);\n" + macro("helper(T30());")), "compile_error"),
+    "a function whose type doubles when it is read": (
+        built(f"{DOUBLED}\nvoid helper(T27);\n" + macro("helper(nullptr);")), "compile_error"),
+    "a library of 20 MB": (
+        built("static char ballast[20 << 20] = {1};\n" + macro(
+            "if (ballast[y.numel()]) return y;")), "compile_error"),
     "an attribute with a long name": (cheat(f"x.{'a' * 90_000}"), "hack"),
     "a program beyond all bounds": (built("//" + "x" * 120_000), "compile_error"),
 }
@@ -2045,6 +2147,7 @@ ROW = "for (int j = 0; j < n; ++j) {{ {body} }} // {width:.1f} %\\n"
 source = r'''SOURCE'''.replace("// ROW", ROW.format(body="sum += p[j];", width=1.5))
 ext = load_inline(name="k", cpp_sources=source, functions=["norm"], extra_cflags=["-O3", "-DN=1"])
 norm = ext.norm
+ext.norm(torch.ones(2, 3), torch.ones(3), torch.ones(3))
 KINDS = {torch.float32: "float", (2, 3): None}
 
 
