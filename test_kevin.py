@@ -1906,9 +1906,11 @@ def test_a_process_that_cannot_be_stopped_is_its_authors_fault(monkeypatch, trus
         monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
         monkeypatch.setattr(kevin, "time", types.SimpleNamespace(
             monotonic=itertools.count(0, 3).__next__, sleep=time.sleep))
-        with pytest.raises(fault, match="does not stop"):
-            kevin.Subject._signal(child, signal.SIGSTOP)
-        busy.kill()
+        try:
+            with pytest.raises(fault, match="does not stop"):
+                kevin.Subject._signal(child, signal.SIGSTOP)
+        finally:
+            busy.kill()
 
 
 def test_a_full_log_does_not_hide_that_compiling_took_too_long(tmp_path):
