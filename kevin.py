@@ -662,15 +662,15 @@ def check_structure(tree: ast.Module) -> dict[str, str]:
 
 def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
     """Names that only ever hold a built extension (`ext`, `self.op`): their attributes are free."""
-    handles: set[str] = set()
+    handles, nodes = set(), list(ast.walk(tree))
+    assigned = [(node.value, node.targets[0]) for node in nodes
+                if isinstance(node, ast.Assign) and len(node.targets) == 1]
     for _ in range(3):  # a handle may be handed on
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                called = full_name(getattr(node.value, "func", node), aliases)
-                if called == "torch.utils.cpp_extension.load_inline" \
-                        or dotted(node.value) in handles:
-                    handles.add(dotted(node.targets[0]))
-    bound = collections.Counter(bound_name(node) for node in ast.walk(tree))
+        for value, target in assigned:
+            called = full_name(getattr(value, "func", value), aliases)
+            if called == "torch.utils.cpp_extension.load_inline" or dotted(value) in handles:
+                handles.add(dotted(target))
+    bound = collections.Counter(map(bound_name, nodes))
     return {name for name in handles - {""} if bound[name] == 1}
 
 
@@ -698,7 +698,9 @@ def relevant(tree: ast.Module) -> ast.Module:
 
     for _ in range(4):  # first what calls the test goes, then the test, its inputs, their imports
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        tree.body = [node for node in tree.body if needed(node)]
+        before, tree.body = tree.body, [node for node in tree.body if needed(node)]
+        if len(before) == len(tree.body):
+            break
     return tree
 
 
@@ -1681,8 +1683,7 @@ POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ i
     weakref __weakref__ __REDIRECT __REDIRECT_NTH __REDIRECT_NTHNL __ASMNAME __ASMNAME2
     """.split() + """attr getattr setattr hasattr delattr doc attr_with_type_hint str_attr_accessor
     obj_attr_accessor accessor_policies process_attribute process_attributes get_override
-    get_type_override get_internals type_info of
-    handle_of get_type""".split())  # for the assembler; Python's objects from C++
+    get_type_override get_internals type_info of handle_of get_type""".split())  # for the assembler; Python's objects from C++
 PYTHON = re.compile("_?Py[A-Z_]")
 PYBIND = re.compile(r"_Z\w*8pybind11\w*")  # its functions by their mangled names
 PYTHON_WORDS = r"\b(?!\w*(?:HEAD_INIT|_CAST))(?:_?Py[A-Z_]\w*|(?:tp|nb|sq|mp)_\w+|ob_type)\b"
