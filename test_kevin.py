@@ -469,7 +469,7 @@ HELPER = """class Helper(nn.Module):
 
 """
 HACKS = {
-    "syntax": ["x = (", "x = 1\0", "x" + "\u0315\u0300" * 300 + " = 1"],
+    "syntax": ["x = (", "x = 1\0", "x" + "\u0f73\u0f72" * 1001 + " = 1"],
     "import": [program(top=f"{line}\nkept = [{line.split()[-1].split('.')[0].strip('*')}]")
                for line in (
         "import os\nimport numpy as np\nfrom os import path\nfrom torch.nn.functional import relu\n"
@@ -1548,6 +1548,9 @@ BY_TEXT = """        self.{0}
     def get_submodule(self, name):
         return nn.init.uniform_
 """
+NUMBERS = """std::vector<float> give(torch::Tensor x) {
+    return {x.data_ptr<float>(), x.data_ptr<float>() + x.numel()};
+}"""
 HANDED = """pybind11::object give(pybind11::object o) { return o; }
 pybind11::object __torch_function__(pybind11::object f, pybind11::object, pybind11::object) {
     return f;
@@ -1736,7 +1739,18 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "B5 what a definition finds under its name": (
         candidate("ext.get(x, 'relu')()", SIBLING, ["get"]), "hack", "poisoned word"),
     "B5 an object given to Python": (
-        candidate("ext.give(self)", HANDED, ["give"]), "hack", "may not give a ModelNew"),
+        candidate("ext.give(self)", HANDED, ["give"]), "hack", "give a ModelNew"),
+    "B5 an object that both hold": (
+        candidate("ext.give({})", HANDED, ["give"]), "hack", "give a dict"),
+    "B5 eval from pybind's records": (
+        built(macro("pybind11::detail::function_record_PyObject_New();")), "hack", "poisoned word"),
+    "J6 assembly by a macro of the system's": (
+        built('extern "C" long __REDIRECT_LDBL(g, (long), f);\n' + macro("")), "hack",
+        "poisoned word"),
+    "A2 numbers for Python": (
+        candidate("torch.tensor([v + 1 for v in ext.give(x)])", NUMBERS, ["give"]), "hack",
+        "give a list"),
+    "A2 numbers in print": (candidate("torch.tensor(float(str(x)[8:14]))"), "hack", "__repr__"),
     "A4 attributes by a text": (
         cheat("norm", init="        print(nn.ParameterDict()['__dict__'])\n"), "hack", "looked up"),
     "A4 a copy whose attributes are another's": (
@@ -1962,6 +1976,13 @@ LONG = {  # program, outcome
         built(f"{MANY}\nvoid helper(T30);\n" + macro("helper(T30());")), "compile_error"),
     "a function whose type doubles when it is read": (
         built(f"{DOUBLED}\nvoid helper(T27);\n" + macro("helper(nullptr);")), "compile_error"),
+    "a symbol that patterns look through again and again": (
+        built('#define G NAME\nextern "C" void G();\n' + macro("G(); return x;")).replace(
+            "\next =", '\nsource = source.replace("NAME", "_ZN3c10" + "get" * 50_000)\next ='),
+        "hack"),
+    "a symbol with a number of 2,000 digits": (
+        built(f'extern "C" void _ZN2at4_ops{"1" * 1900}x();\n' + macro(
+            f"_ZN2at4_ops{'1' * 1900}x(); return x;")), "hack"),
     "a library of 20 MB": (
         built("static char ballast[20 << 20] = {1};\n" + macro(
             "if (ballast[y.numel()]) return y;")), "compile_error"),
