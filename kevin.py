@@ -337,7 +337,8 @@ def parse_program(code: str) -> ast.Module:
     Traceback (most recent call last):
     SyntaxError: too many accents
     """
-    if sum(kind[0] == "M" for kind in map(unicodedata.category, code)) > 2000:
+    if sum(unicodedata.combining(unicodedata.normalize("NFKD", letter)[0]) > 0
+           for letter in code if letter > "\x7f") > 1000:
         raise SyntaxError("too many accents")
     return ast.parse(code)
 
@@ -834,6 +835,7 @@ def guarded_space(extensions: list) -> dict:
     return {"__name__": "candidate", "__builtins__": names}
 
 
+MAX_TEXT = 1000
 MAX_ITEMS = 64  # numbers that forward may take into Python, or a list may hold on the way
 DATA = (torch.Tensor, bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device)
 
@@ -849,10 +851,10 @@ def as_data(value):
     """
     if type(value) in (list, tuple) and len(value) <= MAX_ITEMS:
         return type(value)(map(as_data, value))
-    if isinstance(value, DATA):
+    if isinstance(value, DATA) and not (isinstance(value, str) and len(value) > MAX_TEXT):
         return value
-    raise Violation(f"an extension may neither take nor give a {type(value).__name__}, or a list "
-                    f"of more than {MAX_ITEMS} values")
+    raise Violation(f"an extension may neither take nor give this {type(value).__name__}; lists "
+                    f"may have {MAX_ITEMS} values and texts {MAX_TEXT} letters")
 
 
 def with_data(function):
@@ -1251,7 +1253,7 @@ class Worker:
     """The child's side of every command: it builds, or holds one module and its calls."""
 
     def __init__(self, device: str):
-        self.device, self.weights, self.kept = device, None, ()
+        self.device, self.weights, self.kept, self.modules = device, None, (), []
 
     def do_build(self, folder: str, stages: list, fds) -> None:
         """Runs the command lines of each stage side by side, until one fails."""
@@ -1316,12 +1318,13 @@ class Worker:
             name, fd = next(built)
             loader = importlib.machinery.ExtensionFileLoader(name, f"/proc/self/fd/{fd}")
             module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-            extensions.append(module)
             loader.exec_module(module)
-            for name, value in vars(module).items():
-                if callable(value) and "__" not in name:
-                    setattr(module, name, with_data(value))
-            return module
+            extensions.append(types.ModuleType(name))
+            vars(extensions[-1]).update({
+                name: with_data(function) for name, function in vars(module).items()
+                if callable(function) and "__" not in name})
+            self.modules.append(module)
+            return extensions[-1]
 
         stand_in = types.ModuleType("torch.utils.cpp_extension")
         stand_in.load_inline = load_inline
@@ -1476,12 +1479,14 @@ class Probe:
 def withhold(x: torch.Tensor, draws: torch.Generator) -> tuple[torch.Tensor, ...]:
     """Puts values of other elements, which no one can tell from true ones, at random places.
 
-    Returns (the tensor's bits in a row, the places, their true values).
+    Returns (the tensor's bits in a row, the places, their true values). In a small tensor at all.
     """
     kinds = {1: torch.int8, 2: torch.int16, 8: torch.int64}
     flat = x.as_strided((x.numel(),), (1,)).view(kinds.get(x.itemsize, torch.int32))
-    shape = (2, PROBES if x.numel() else 0)
-    places, others = torch.randint(max(1, x.numel()), shape, generator=draws, device=flat.device)
+    chance = {"generator": draws, "device": flat.device}
+    places = torch.randperm(len(flat), **chance) if len(flat) <= SMALL[x.device.type] else (
+        torch.randint(len(flat), (PROBES,), **chance))
+    others = torch.randint(max(1, len(flat)), places.shape, **chance)
     values = flat.index_select(0, places)
     flat.index_copy_(0, places, flat.index_select(0, others))
     return flat, places, values
@@ -1692,7 +1697,7 @@ POISONED = " ".join("""asm __asm __asm__ section __section__ symver __symver__ i
     """.split() + """attr getattr setattr hasattr delattr doc attr_with_type_hint str_attr_accessor
     obj_attr_accessor accessor_policies process_attribute process_attributes get_override
     get_type_override get_internals type_info of handle_of get_type reinterpret_borrow
-    reinterpret_steal reduce_ex_impl""".split())  # for the assembler; Python's objects from C++
+    reinterpret_steal borrowed_t stolen_t reduce_ex_impl""".split())  # assembler; Python's objects
 PYTHON = re.compile("_?Py[A-Z_]")
 PYBIND = re.compile(r"_Z\w*8pybind11\w*")  # its functions by their mangled names
 PYTHON_WORDS = r"\b(?!\w*(?:HEAD_INIT|_CAST))(?:_?Py[A-Z_]\w*|(?:tp|nb|sq|mp)_\w+|ob_type)\b"
@@ -2436,6 +2441,7 @@ BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the powe
 LISTENED = 3  # rounds; who counts bursts and cheats in three of five is heard in 7 of 10 verdicts
 MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
 PROBES = 256  # elements of a tensor by which a call is held between its events
+SMALL = {"cpu": 1 << 13, "cuda": 1 << 16}  # to this size all: few were mended in a known answer
 # what the clock may see beyond an honest kernel's events: of a call, of its time, of a whole run
 HIDDEN_MS, HIDDEN_SHARE, RUN_MS = 0.02, 0.05, 0.15
 SLOT_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}

@@ -1548,6 +1548,9 @@ BY_TEXT = """        self.{0}
     def get_submodule(self, name):
         return nn.init.uniform_
 """
+GETATTR = """PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.def("__getattr__", [](std::string name) { return pybind11::dict(); });
+}"""
 NUMBERS = """std::vector<float> give(torch::Tensor x) {
     return {x.data_ptr<float>(), x.data_ptr<float>() + x.numel()};
 }"""
@@ -1739,9 +1742,11 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
     "B5 what a definition finds under its name": (
         candidate("ext.get(x, 'relu')()", SIBLING, ["get"]), "hack", "poisoned word"),
     "B5 an object given to Python": (
-        candidate("ext.give(self)", HANDED, ["give"]), "hack", "give a ModelNew"),
+        candidate("ext.give(self)", HANDED, ["give"]), "hack", "give this ModelNew"),
+    "B5 an attribute made by the extension": (
+        candidate("ext.nothing(x)", GETATTR, []), "runtime_error", "no attribute 'nothing'"),
     "B5 an object that both hold": (
-        candidate("ext.give({})", HANDED, ["give"]), "hack", "give a dict"),
+        candidate("ext.give({})", HANDED, ["give"]), "hack", "give this dict"),
     "B5 eval from pybind's records": (
         built(macro("pybind11::detail::function_record_PyObject_New();")), "hack", "poisoned word"),
     "J6 assembly by a macro of the system's": (
@@ -1749,7 +1754,7 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
         "poisoned word"),
     "A2 numbers for Python": (
         candidate("torch.tensor([v + 1 for v in ext.give(x)])", NUMBERS, ["give"]), "hack",
-        "give a list"),
+        "give this list"),
     "A2 numbers in print": (candidate("torch.tensor(float(str(x)[8:14]))"), "hack", "__repr__"),
     "A4 attributes by a text": (
         cheat("norm", init="        print(nn.ParameterDict()['__dict__'])\n"), "hack", "looked up"),
@@ -1875,20 +1880,24 @@ def test_work_before_a_call_starts_or_after_it_ends_spoils_its_output(monkeypatc
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: types.SimpleNamespace(
         record=lambda stream: None))
-    inputs = [torch.randn(64, 64).t(), 3, torch.arange(5)]
-    out, place = torch.zeros(64, 64), torch.zeros(64 * 64 * 4, dtype=torch.uint8)
+    inputs = [torch.randn(100, 100).t(), 3, torch.arange(5)]
+    out, place = torch.zeros(100, 100), torch.zeros(100 * 100 * 4, dtype=torch.uint8)
     true = [x.clone() if torch.is_tensor(x) else x for x in inputs]
     draws = torch.Generator().manual_seed(1)
     late, probe = [kevin.withhold(inputs[i], draws) for i in (0, 2)], kevin.Probe(place)
     early = inputs[0] * 2
     assert 100 < (early != true[0] * 2).sum() <= kevin.PROBES
     assert set(inputs[0].flatten().tolist()) <= set(true[0].flatten().tolist()), "no mark on them"
+    small = torch.randn(64, 64)
+    few = small.clone()
+    kevin.withhold(few, draws)
+    assert (few != small).sum() > 4000, "all: a few are soon mended in an answer that is known"
     for flat, places, values in late:
         flat.index_copy_(0, places, values)
     probe.start()
     assert torch.equal(inputs[0], true[0]) and torch.equal(inputs[2], true[2])
     right = (inputs[0] * 2).contiguous()
-    out[:32] = right[:32]
+    out[:50] = right[:50]
     probe.end(out)
     out.copy_(right)  # the other half is there before the copy, yet after the end
     place.copy_(out.view(-1).view(torch.uint8))
@@ -1896,7 +1905,7 @@ def test_work_before_a_call_starts_or_after_it_ends_spoils_its_output(monkeypatc
     wrong = place.view(torch.float32) != right.view(-1)
     assert not wrong[: len(wrong) // 2].any() and 100 < wrong.sum() < 160
     steps = wrong.nonzero().view(-1).diff()
-    assert set(steps.tolist()) <= {14, 15, 16} and len(set(steps.tolist())) == 1
+    assert set(steps.tolist()) <= {*range(35, 40)} and len(set(steps.tolist())) == 1
     assert torch.equal(place.view(torch.float32)[~wrong], right.view(-1)[~wrong])
 
 
