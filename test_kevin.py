@@ -1708,7 +1708,8 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
         "incorrect", "new tensor"),
     "G5 work when the output is let go": (cheat("owed"), "incorrect", WRONG),
     "G5 an output where the judge wants it": (cheat("laid_over"), "incorrect", "new tensor"),
-    "G5 one buffer under many names": (cheat("one_buffer"), "incorrect", "new tensor"),
+    "G5 one buffer under many names": (  # the first call's own tensor is overwritten by the last
+        cheat("one_buffer"), "incorrect", f"new tensor|{WRONG}"),
     "G5 work whenever memory is let go": (
         built(REPORTER + macro("")), "hack", "library call: .*DebugInfo"),
     "A2 a node of another tensor's graph": (
