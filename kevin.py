@@ -1479,7 +1479,8 @@ class Probe:
 def withhold(x: torch.Tensor, draws: torch.Generator) -> tuple[torch.Tensor, ...]:
     """Puts values of other elements, which no one can tell from true ones, at random places.
 
-    Returns (the tensor's bits in a row, the places, their true values). In a small tensor at all.
+    In a small tensor the places are all there are. Returns (the tensor's bits in a row, the places,
+    their true values).
     """
     kinds = {1: torch.int8, 2: torch.int16, 8: torch.int64}
     flat = x.as_strided((x.numel(),), (1,)).view(kinds.get(x.itemsize, torch.int32))
@@ -1714,6 +1715,7 @@ def has_line_directive(text: str) -> bool:
     return bool(re.search(r"^[^\S\n]*(#|%:|\?\?=)[^\S\n]*(line\b|\d|/\*)", text, re.MULTILINE))
 
 
+# what reaches the assembler, or Python's objects, in text whose literals are cut out
 LITERAL = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
 TO_ASSEMBLER = re.compile(r"\b_*(asm|section|symver|ifunc|weakref)_*\b"
                           r"|\b(_?Py(Object|Type|Number)\w*|ob_type|tp_as_\w+)\b")
@@ -2342,7 +2344,7 @@ class Subject(Child):
                     for task in Path(f"/proc/{self.pid}/task").iterdir()):
                 if time.monotonic() > deadline:
                     self.fail("the process does not stop")
-                time.sleep(1e-3 * (time.monotonic() > deadline - 9.9))
+                time.sleep(1e-3 * (time.monotonic() > deadline - 9.9))  # most stop at once
 
     def draw(self, seeds) -> None:
         """Inputs under these seeds into the first slots, whose outputs become NaN."""
