@@ -469,7 +469,7 @@ HELPER = """class Helper(nn.Module):
 
 """
 HACKS = {
-    "syntax": ["x = (", "x = 1\0", "x" + "\u0f73\u0f72" * 1001 + " = 1"],
+    "syntax": ["x = (", "x = 1\0", "x" + "\u0f73" * 1001 + " = 1"],
     "import": [program(top=f"{line}\nkept = [{line.split()[-1].split('.')[0].strip('*')}]")
                for line in (
         "import os\nimport numpy as np\nfrom os import path\nfrom torch.nn.functional import relu\n"
@@ -1990,9 +1990,9 @@ LONG = {  # program, outcome
         built('#define G NAME\nextern "C" void G();\n' + macro("G(); return x;")).replace(
             "\next =", '\nsource = source.replace("NAME", "_ZN3c10" + "get" * 50_000)\next ='),
         "hack"),
-    "a symbol with a number of 2,000 digits": (
-        built(f'extern "C" void _ZN2at4_ops{"1" * 1900}x();\n' + macro(
-            f"_ZN2at4_ops{'1' * 1900}x(); return x;")), "hack"),
+    "a symbol with a number of 5,000 digits": (
+        built(f'extern "C" void _ZN2at4_ops{"1" * 5000}x();\n' + macro(
+            f"_ZN2at4_ops{'1' * 5000}x(); return x;")), "hack"),
     "a library of 20 MB": (
         built("static char ballast[20 << 20] = {1};\n" + macro(
             "if (ballast[y.numel()]) return y;")), "compile_error"),
