@@ -1240,6 +1240,7 @@ COMPARISONS = {  # output, truth: accepted? (eager is the truth in float32)
     "NaN elsewhere": (column(1, NAN, 2), column(NAN, 1, 2), False),
     "NaN for infinity": (column(NAN, 1, 2), column(INF, 1, 2), False),
     "infinity": (column(INF, 1, -INF), column(INF, 1, -INF), True),
+    "a wrong number beside it": (column(INF, 1, 2.01), column(INF, 1, 2), False),
     "the other infinity": (column(-INF, 1, 2), column(INF, 1, 2), False),
     "a number for infinity": (column(1e30, 1, 2), column(INF, 1, 2), False),
     "only NaN": (column(NAN, NAN), column(NAN, NAN), True),
@@ -1293,6 +1294,20 @@ def test_constant_parameters_become_random_and_equal_for_equal_registrations():
     assert all(p.std() > 0.05 for p in first) and not torch.equal(first[0] - 1, first[1])
     other = list(kevin.seeded_model(Layers, list, 6).parameters())
     assert not any(map(torch.equal, first, other))
+
+
+def test_only_a_parameter_that_is_constant_to_its_end_becomes_random():
+    class Long(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start = torch.nn.Parameter(torch.cat([torch.ones(100), torch.zeros(1)]))
+            self.whole = torch.nn.Parameter(torch.full((10, 10), 2.0))
+            self.short = torch.nn.Parameter(torch.ones(100, dtype=torch.float16))
+
+    start, whole, short = (p.detach() for p in kevin.seeded_model(Long, list, 5).parameters())
+    assert start.sum() == 100 and start[-1] == 0
+    assert len(whole.unique()) > 50 and 2.0 <= whole.min() and whole.max() <= 2.5
+    assert short.dtype == torch.float16 and len(short.unique()) > 20 and short.min() >= 1
 
 
 def test_two_processes_draw_equal_inputs_and_weights_from_equal_seeds():
