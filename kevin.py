@@ -1294,7 +1294,7 @@ class Worker:
         self.slots, self.true_slots = (
             call_slots(pointer.value, like, size, calls, self.device) for _ in range(2))
         self.shared = self.held = [(pointer.value, pointer.value + total)]
-        self.model = lambda *_: torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.model = self.idle = lambda *_: torch.empty(size, dtype=torch.uint8, device=self.device)
         _ = [self.model().fill_(1) for _ in self.slots]  # memory that no one wrote is read too fast
         return {"handle": bytes(handle).hex()}
 
@@ -1360,7 +1360,7 @@ class Worker:
             allow_operators(not self.guarded)
         self.weights = weights
 
-    def do_run(self, count: int, listen: bool, fds) -> dict:
+    def do_run(self, count: int, listen: bool, idle: bool, fds) -> dict:
         """Calls on the first slots, the outputs copied into them, with a claim of what each is.
 
         All outputs are kept, so that no call gets another's memory. Timed, some elements of the
@@ -1386,7 +1386,7 @@ class Worker:
             if timed:
                 probes[number].start()
             with listener:
-                out = self.model(*inputs)
+                out = (self.idle if idle else self.model)(*inputs)
             if timed:  # whether or not forward waited, what follows is no part of its time
                 probes[number].end(out)
                 torch.cuda.synchronize()
@@ -2289,7 +2289,8 @@ class Subject(Child):
         fds = []
         try:
             self._open(inputs, fds)
-            idle = [[self._idle(n) for _ in range(5)] for n in (1, self.calls)]
+            idle = [[self._idle(n) for _ in range(IDLE_RUNS[self.device])]
+                    for n in (1, self.calls)]
             self.idle_ms = [min(clock for clock, _ in runs) for runs in idle]
             self.idle_event_ms = min(event for _, event in idle[-1])
             if self.device == "cpu":  # no events there, and too much idle time makes a kernel fast
@@ -2366,11 +2367,28 @@ class Subject(Child):
         clock, reply = self.clocked(count)
         return clock, statistics.mean(reply["ms"] or [0.0])
 
-    def clocked(self, count: int, listen: bool = False) -> tuple[float, dict]:
+    def clocked(self, count: int, listen: bool = False, idle: bool = False) -> tuple[float, dict]:
         """(ms by this process's clock, the answer) of a run on the first inputs."""
         start = time.perf_counter()
-        reply = self.ask("run", count=count, listen=listen)
+        reply = self.ask("run", count=count, listen=listen, idle=idle)
         return (time.perf_counter() - start) * 1e3, reply
+
+    def usual_idle(self, count: int) -> float:
+        """ms of a run that did nothing, before any code of the candidate was here."""
+        one, every = self.idle_ms
+        return one + (every - one) * (count - 1) / max(1, self.calls - 1)
+
+    def less_idle(self, weights: int, count: int) -> float:
+        """ms a call by which such a run takes less now, on a GPU.
+
+        The next worker's context came into being meanwhile, which slows the first ones. Who made
+        this one slow has gained nothing: the lesser counts.
+        """
+        if self.device == "cpu":
+            return 0.0
+        self.ask("prepare", name=self.name, weights=weights)
+        self.draw([0])
+        return (self.usual_idle(count) - self.clocked(count, idle=True)[0]) / count
 
     def run(self, weights: int, *seeds: int, listen: bool = False) -> tuple[float, list[float]]:
         """Calls the module, weights and inputs drawn under these seeds, once on every input.
@@ -2391,9 +2409,8 @@ class Subject(Child):
         if foreign:
             message = f"forward runs aten::{', aten::'.join(foreign)}"[:400]
             raise Rejected("hack", "torch operator", message)
-        one, every = self.idle_ms
-        idle = one + (every - one) * (len(seeds) - 1) / max(1, self.calls - 1)
-        return (elapsed - idle) / len(seeds), [event - self.idle_event_ms for event in events]
+        elapsed -= self.usual_idle(len(seeds))
+        return elapsed / len(seeds), [event - self.idle_event_ms for event in events]
 
     def error(self, weights: int, seed: int, slot: int = 0) -> tuple[float, bool]:
         """(error of an output, whether the right answer is constant); Rejected if it is wrong.
@@ -2445,6 +2462,7 @@ MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
 BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the power cap
 LISTENED = 3  # rounds; who counts bursts and cheats in three of five is heard in 7 of 10 verdicts
 MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
+IDLE_RUNS = {"cpu": 5, "cuda": 3}  # before a candidate is loaded; on a GPU more follow (less_idle)
 PROBES = 256  # elements of a tensor by which a call is held between its events
 SMALL = {"cpu": 1 << 13, "cuda": 1 << 16}  # to this size all: few were mended in a known answer
 # what the clock may see beyond an honest kernel's events: of a call, of its time, of a whole run
@@ -2511,7 +2529,8 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
     Outputs of a candidate's timed calls are checked, drawn after the burst: an answer that is
     cached, replayed or left out is a wrong answer. More bursts, at random times, are listened to.
     """
-    draw, weights, rows = random.SystemRandom(), fresh_seed(), [[] for _ in subjects]
+    draw, weights = random.SystemRandom(), fresh_seed()
+    rows, less = ([[] for _ in subjects] for _ in range(2))
     first = [min(burst(s, weights, math.inf)[0] for _ in range(3)) for s in subjects]  # warm-up
     listened = draw.sample(range(ROUNDS), LISTENED)
     for turn in range(ROUNDS):
@@ -2523,14 +2542,16 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
             ms, clock, inputs = burst(subject, weights, first[which])
             rows[which].append((ms, clock - ms - RUN_MS / len(inputs)))
             first[which] = min(first[which], ms)  # who starts slowly has no shorter bursts
-            if subject.trusted:
-                continue
-            for slot in draw.sample(range(len(inputs)), min(2, len(inputs))):
+            checked = [] if subject.trusted else draw.sample(range(len(inputs)), len(inputs))[:2]
+            for slot in checked:
                 seeds += [weights, inputs[slot]]
                 subject.error(*seeds[-2:], slot)
+            if turn % 2 == 0:
+                less[which].append(subject.less_idle(weights, len(inputs)))
             if heard and not early:
                 burst(subject, weights, first[which], listen=True)
-    return [(statistics.median(row[0] for row in r), min(row[1] for row in r)) for r in rows]
+    return [(statistics.median(ms for ms, _ in row), min(beyond for _, beyond in row)
+             + max(0.0, *kept)) for row, kept in zip(rows, less)]
 
 
 def check_outputs(candidate: Subject, seeds: list[int]) -> tuple[float, bool]:
