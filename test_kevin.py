@@ -5353,26 +5353,45 @@ def bench_judge(folder):
         say(f"worker start to context: {statistics.median(starts):.3f} s, worst {max(starts):.3f}")
         ballast = torch.empty(100 << 30, dtype=torch.int8, device="cuda")
         judge.check(GPU_TASK, builds[0])
+        times = watch_times()
         found, wall, _ = measured(lambda: [judge.check(GPU_TASK, b) for b in builds[:40]])
         assert all(v.outcome == "correct" for v in found), found[0]
         say(f"judging beside {len(ballast) >> 30} GiB: {len(found) * 60 / wall:.0f} a minute")
         del ballast
-        bench_spread(judge)
+        found += bench_spread(judge)
+        charged = sum(v.runtime_ms not in [ms for ms, _, _ in times] for v in found)
+        say(f"charged for hidden time: {charged} of {len(found)} honest verdicts, "
+            f"{len(times) - len(found)} more workers were asked")
+
+
+def watch_times():
+    """A list of (ms, hidden ms, eager's ms), to which the judge's clock adds from now on."""
+    real, times = kevin.time_candidate, []
+
+    def watched(*arguments):
+        times.append(real(*arguments))
+        return times[-1]
+
+    kevin.time_candidate = watched
+    return times
 
 
 def bench_spread(judge):
     """Prints how far the medians of five fresh workers lie apart, quiet and beside compilers."""
+    verdicts = []
     builds = [judge.submit(slow_kernel(n)).result() for n in (200, 2_000, 20_000)]
     for load in ("quiet", "all cores compiling"):
         noise = [judge.submit(unique(i)) for i in range(8 * os.cpu_count() * (load != "quiet"))]
         for build in builds:
             found = [judge.check(GPU_TASK, build) for _ in range(5)]
             times = [v.runtime_ms for v in found if v.outcome == "correct"]
+            verdicts += [v for v in found if v.outcome == "correct"]
             say(*[v.message for v in found if v.outcome != "correct"])
             spread = (max(times) - min(times)) / statistics.median(times)
             say(f"{load}: {statistics.median(times):.4f} ms, spread of {len(times)} {spread:.2%}")
         for future in noise:
             future.cancel()
+    return verdicts
 
 
 def held(judge, cache):
