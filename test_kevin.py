@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -554,6 +555,11 @@ if __name__ == "__main__":
 """
 HONEST = [
     program(),
+    program(top="import os\nos.environ['TORCH_CUDA_ARCH_LIST'] = '9.0'\n"
+                "os.environ.setdefault('MAX_JOBS', '8')"),
+    program(top="def reference(x):\n    return torch.sigmoid(x)\n\ndef compare(x):\n"
+                "    try:\n        return reference(x)\n    except Exception:\n        pass"),
+    program(top="import textwrap", load="ext = load_inline('', textwrap.dedent(source))"),
     program("# try: except: pass torch.nn.functional @ eval\nreturn ext.f(x, y)"),
     program('s = "try except pass torch.nn.functional @"\nreturn ext.f(x, y)'),
     program(source="// try { } pass torch.nn.functional at::mm x.softmax(1)"),
@@ -671,12 +677,14 @@ DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
     _ZNSt14basic_ofstreamIcSt11char_traitsIcEE cudaStreamCreateWithFlags
     _ZTVN5torch8autograd9generated11MmBackward0E _ZTVN2at14FunctionalBaseE
     _ZNK2at10TensorBase7grad_fnEv _ZN3c1020ThreadLocalDebugInfo5_pushE
-    cudaIpcOpenMemHandle cudaMalloc omp_set_num_threads""".split()
+    cudaIpcOpenMemHandle cudaMalloc omp_set_num_threads _ZN3c109ClassType10findMethodERKSs
+    _ZTVN3c109TypeErrorE _ZN3c1012GetAllocatorENS_10DeviceTypeE""".split()
 
 
 def test_symbols_that_compute_or_reach_outside_are_foreign_and_no_others():
     mixed = [s for pair in zip(DENIED_SYMBOLS, itertools.cycle(ALLOWED_SYMBOLS)) for s in pair]
-    found = kevin.foreign_symbols(mixed, frozenset({"own"}))
+    core = frozenset(s for s in mixed if not re.search("9ClassType|9TypeError", s))
+    found = kevin.foreign_symbols(mixed, frozenset({"own"}), core)
     operators = [f"aten::{name}" for name in (
         "mm", "_softmax", "unfold_backward", "to_sparse", "add_Tensor", "linear", "index")]
     assert [s for s in found if s.startswith("aten")] == operators
@@ -1000,6 +1008,7 @@ int64_t rows(Tensor x) { return x.size(0); }
 Tensor many(Tensor x, Tensor g, Tensor b, unsigned n, size_t m, torch::Dtype type,
             at::IntArrayRef sizes, std::array<int64_t, 2> pair, std::tuple<int, double> two) {
     CHECK_CPU(x);
+    at::NoGradGuard no_grad;
     TORCH_CHECK(pair[1] == 8 && std::get<1>(two) == 2.5);
     std::map<int64_t, std::set<int>> seen;
     seen[x.chunk(2, 1)[0].size(1)] = {static_cast<int>(n)};
@@ -1014,11 +1023,11 @@ Tensor many(Tensor x, Tensor g, Tensor b, unsigned n, size_t m, torch::Dtype typ
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.doc() = "many";
     m.def("rows", &rows, "Counts rows", py::arg("x"));
-    m.def("many", &many);
+    m.def("many", &many, py::call_guard<py::gil_scoped_release>());
 }"""
     call = "many(x, self.g, self.b, rows(x), 3, torch.float32, [1, 7], (5, 8), (1, 2.5))"
-    for flags, outcome in (('[""]', "correct"), ('["-lcublas"]', "hack")):
-        options = f'extra_ldflags={flags}, extra_cflags=["-O3", "-DWIDTH=129", "-DNOTHING"]'
+    for flags, outcome in (('["", "-fopenmp"]', "correct"), ('["-lcublas"]', "hack")):
+        options = f'extra_ldflags={flags}, extra_cflags=["-O3 -DWIDTH=129", "-D", "NOTHING"]'
         code = candidate(call, source, []).replace(
             "functions=[])", f"{options})\nmany, rows = ext.many, ext.rows")
         verdict = judged(judge, code)
@@ -1308,6 +1317,17 @@ def test_only_a_parameter_that_is_constant_to_its_end_becomes_random():
     assert start.sum() == 100 and start[-1] == 0
     assert len(whole.unique()) > 50 and 2.0 <= whole.min() and whole.max() <= 2.5
     assert short.dtype == torch.float16 and len(short.unique()) > 20 and short.min() >= 1
+
+
+def test_a_parameter_that_is_no_row_of_memory_is_made_random_too():
+    class Turned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = torch.nn.Parameter(torch.randn(3, 4).t())
+            self.ones = torch.nn.Parameter(torch.ones(3, 4).t())
+
+    matrix, ones = kevin.seeded_model(Turned, list, 5).parameters()
+    assert matrix.shape == (4, 3) and ones.std() > 0.05
 
 
 def test_two_processes_draw_equal_inputs_and_weights_from_equal_seeds():
@@ -1804,6 +1824,46 @@ EXPLOITS = {  # class and mechanism: program, outcome, pattern of "rule: message
 }
 
 
+GIVE = """
+using Rows = std::vector<std::vector<std::vector<double>>>;
+std::vector<double> some(torch::Tensor x, int64_t i) {
+    const float* p = x.data_ptr<float>() + 64 * i;
+    return {p, p + 64};
+}
+Rows all(torch::Tensor x) {
+    Rows rows(64);
+    for (int64_t i = 0; i < 256; ++i) rows[i / 4].push_back(some(x, i));
+    return rows;
+}
+torch::Tensor tensor(torch::Tensor x, Rows rows) {
+    auto out = torch::empty_like(x);
+    float* q = out.data_ptr<float>();
+    for (auto& a : rows) for (auto& b : a) for (double c : b) *q++ = c;
+    return out;
+}
+"""
+EXPLOITS |= {f"A2 Python computes with {how}": (
+    candidate(f"ext.tensor(x, {rows})", GIVE, ["some", "all", "tensor"]), "hack", "more numbers")
+    for how, rows in {
+        "lists in lists": "[[[v * 2.0 for v in b] for b in a] for a in ext.all(x)]",
+        "one short list after another": "[[ext.some(x, 4 * i + j) for j in range(4)]"
+                                        " for i in range(64)]"}.items()}
+
+
+EXPLOITS |= {
+    "B5 assembly in a comment of the object": (built(r'''
+#ident "x\"\n.text\n.globl own\n.hidden own\nown:\nmovl $39, %eax\nsyscall\nret\n.ident \"y"
+extern "C" long own();
+''' + macro("if (own() > 0) return y;")), "hack", "calls own"),
+    "B7 a class of torch's, found by its name": (built("""
+namespace c10 { struct Type; std::shared_ptr<Type> parseType(std::string name); }
+""" + macro('if (c10::parseType("int")) return y;')), "hack", "c10::parseType"),
+    "G5 an allocator that can be listened to": (built("""
+namespace c10 { Allocator* GetAllocator(const DeviceType& type); }
+""" + macro("if (c10::GetAllocator(x.device().type())) return y;")), "hack", "c10::GetAllocator"),
+}
+
+
 @pytest.mark.parametrize("exploit", EXPLOITS)
 def test_an_exploit_earns_its_verdict_and_its_output_goes_nowhere(judge, exploit, capfd):
     code, outcome, said = EXPLOITS[exploit]
@@ -1961,6 +2021,96 @@ kevin.Worker("cpu").do_build(sys.argv[1], [[flood]], ())"""
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT)
     log = (tmp_path / "log").read_bytes()
     assert len(log) == 9000 and log.startswith(b"error: compiling took too long\n")
+
+
+LONG_TEXTS = {  # program, outcome, pattern of the message
+    "in Cyrillic": (candidate().replace("class ModelNew", f"# {'ы' * 45_000}\nclass ModelNew"),
+                    "correct", ""),
+    "made": (candidate().replace('"""\next =', '""" + "// unrolled\\n" * 20_000\next ='),
+             "correct", ""),
+    "made longer": (candidate().replace('"""\next =', '""" + "// unrolled\\n" * 100_000\next ='),
+                    "runtime_error", "too long"),
+}
+
+
+DOUBLING = "_Z1a" + "P" * 40 + "i1aIS12_S12_E" + "".join(
+    f"S13_IS1{b}_S1{b}_E" for b in "456789ABCDEFGHIJKLMNOP")
+RUST = "_RINvC1a1fTaaETB7_B7_ETBb_Bb_ETBj_Bj_ETBr_Br_ETBz_Bz_ETBH_BH_ETBP_BP_ETBX_BX_" + "".join(
+    f"ETB{b}_B{b}_" for b in "15 1d 1n 1x 1H 1R 21 2b 2l 2v 2F 2P 2Z 39".split()) + "EE"
+
+
+@pytest.mark.parametrize("name", [DOUBLING, RUST])
+def test_a_name_that_would_fill_the_memory_when_read_stays_as_it_is(name):
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert kevin.demangled([name, "_Z1fv"]) in ([name, "f()"], [name, "_Z1fv"])
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime < 4
+
+
+def test_a_name_of_2000_letters_is_looked_at_in_no_time():
+    names = ["_ZN3c10" + "get" * 654 + str(n) for n in range(3_000)]
+    names += ["_ZN3c10" + "setCurrent" * 190 + str(n) for n in range(100)]
+    start = time.process_time()
+    assert kevin.foreign_symbols(names, frozenset(), frozenset()) == names
+    assert time.process_time() - start < 2, "it was 12 s"
+
+
+def test_a_quote_that_never_ends_is_looked_at_in_no_time():
+    start = time.process_time()
+    text = '# 7 "cuda_source"\n#pragma a asm \'' + "\\'" * 48_000 + "\n"
+    assert kevin.host_assembly(text, []) == "cuda_source:7: "
+    assert time.process_time() - start < 1, "it was 40 s"
+
+
+def test_host_code_of_any_length_is_not_looked_through(judge, monkeypatch, tmp_path):
+    monkeypatch.setattr(kevin, "HOST_LIMIT", 1000)
+    (tmp_path / "cuda.cudafe1.cpp").write_text("int a;\n" * 200)
+    with pytest.raises(kevin.Rejected, match="1400 letters"):
+        judge.chain.gate(tmp_path, b"", {"cpp": [""], "cuda": ["int a;"]})
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS)
+def test_a_long_text_is_read_or_called_too_long(judge, text):
+    program, outcome, pattern = LONG_TEXTS[text]
+    verdict = judged(judge, program)
+    assert verdict.outcome == outcome and re.search(pattern, verdict.message), verdict
+
+
+def test_an_error_whose_text_is_refused_and_a_type_with_a_long_name_are_no_crash(judge):
+    verdict = judged(judge, candidate().replace(
+        "return ext.norm", "raise ValueError(x)\n        return ext.norm"))
+    assert verdict.outcome == "runtime_error" and "ValueError, and its text" in verdict.message
+    name = "N" * 20_000
+    verdict = judged(judge, candidate(f"{name}(x)").replace(
+        "class ModelNew", f"class {name}(nn.Module):\n    def __init__(self, x):\n"
+        "        super().__init__()\n\nclass ModelNew"))
+    assert verdict.outcome == "incorrect" and "type is NNN" in verdict.message, verdict
+
+
+def test_cuda_text_on_a_cpu_is_the_candidates_error_with_or_without_a_compiler(judge, monkeypatch):
+    monkeypatch.setattr(judge.chain, "nvcc", None)
+    code = candidate().replace("cpp_sources=source", 'cpp_sources=source, cuda_sources="int a;"')
+    verdict = judged(judge, code)
+    assert verdict.outcome == "compile_error" and "runs on a CPU" in verdict.message, verdict
+
+
+def test_what_records_a_program_stands_back_for_what_is_timed(judge):
+    with kevin.Child(judge) as child:
+        before = os.getpriority(os.PRIO_PROCESS, child.pid)
+        child.ask("load", code="a = 1", names=None)
+        assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(19, before + 15)
+
+
+def test_an_error_of_the_reference_beside_a_candidate_is_no_fault_of_the_task(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    monkeypatch.setattr(kevin, "forked_rng", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(kevin, "reference_models", lambda *_: (list, failing, failing))
+    with pytest.raises(torch.OutOfMemoryError, match="ALLOC_FAILED"):
+        kevin.reference_answer(NORM, 0, 0, "cuda", alone=False)
+    with pytest.raises(kevin.UserError, match="ALLOC_FAILED"):
+        kevin.reference_answer(NORM, 0, 0, "cuda")
 
 
 def test_getting_ready_for_new_inputs_costs_no_look_at_all_of_torchs_objects(judge):
@@ -5046,15 +5196,16 @@ def slow_kernel(loops):
 
 class Metered:
     """Subject's part in measure(): calls of 1 ms, 0.4 ms outside of events, of which an idle time
-    that was taken too long hides 0.3."""
+    that was taken too long hides 0.3. In the first rounds all may be honest."""
 
     device, calls, trusted = "cuda", 15, False
 
-    def __init__(self, *less):
-        self.less = list(less)
+    def __init__(self, *less, honest=0):
+        self.less, self.honest, self.runs = list(less), honest, -3  # that many are for warm-up
 
     def run(self, weights, *seeds, listen=False):
-        return 1.1, [1.0] * len(seeds)
+        self.runs += not listen
+        return 1.1, [1.1 if 0 < self.runs <= self.honest else 1.0] * len(seeds)
 
     def error(self, *_):
         pass
@@ -5067,6 +5218,12 @@ class Metered:
 def test_idle_time_that_was_taken_too_long_hides_no_work(less, beyond):
     [(ms, found)] = kevin.measure([Metered(*less)], [])
     assert (ms, found) == (1.0, pytest.approx(beyond - kevin.RUN_MS / 15))
+
+
+@pytest.mark.parametrize("honest", [1, 2])
+def test_who_hides_no_work_in_some_rounds_pays_for_what_the_others_show(honest):
+    [(ms, found)] = kevin.measure([Metered(0.0, 0.0, 0.0, honest=honest)], [])
+    assert (ms, found) == (1.0, pytest.approx(0.1 - kevin.RUN_MS / 15))
 
 
 @gpu
@@ -5105,6 +5262,23 @@ def test_who_takes_the_gpus_memory_is_at_fault_alone(gpu_judge):
         assert after.outcome == "correct" and after.reference == "float64", after
     del ballast
     assert kevin.ROUNDED == rounded
+
+
+@gpu
+@pytest.mark.parametrize("layer", ["Conv2d(64, 64, 3)", "Linear(256, 256)"])
+def test_a_library_that_finds_no_gpu_memory_beside_a_candidate_is_no_fault_of_the_task(
+        gpu_judge, layer):
+    task = replace(GPU_TASK, id="X-9", code=GPU_TASK.code.replace(
+        "nn.functional.gelu(x)", "self.layer(x)").replace(
+        "super().__init__()", f"super().__init__()\n        self.layer = nn.{layer}").replace(
+        "torch.randn(ROWS, COLS)", "torch.randn(16, 64, 256, 256)"))
+    build = gpu_judge.submit(gpu_program("ext.hog(x, 6)", GPU_TRICKS, "", GPU_PRELUDE)).result()
+    gpu_judge.check(task, build)
+    ballast = torch.empty(torch.cuda.mem_get_info()[0] - (9 << 30), dtype=torch.int8, device="cuda")
+    for size in (2, 4, 5, 6, 7):
+        verdict = trick(gpu_judge, f"ext.hog(x, {size})", task)
+        assert verdict.outcome in ("incorrect", "runtime_error"), verdict
+    del ballast
 
 
 @gpu
