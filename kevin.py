@@ -676,12 +676,15 @@ def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
     return {name for name in handles - {""} if bound[name] == 1}
 
 
-SETTING = re.compile(r"""os\.environ(\['\w+'\] = '.*'|\.setdefault\('\w+', '.*'\))""")
+SETTING = re.compile(  # none is executed
+    r"os\.environ(\['\w+'\] = '.*'|\.setdefault\('\w+', '.*'\))|os\.makedirs\(.*\)"
+    r"|torch\.backends(\.\w+)+ = (True|False)|torch\.set_float32_matmul_precision\('\w+'\)"
+    r"|torch(\.cuda)?\.manual_seed(_all)?\(\d+\)")
 
 
 def relevant(tree: ast.Module) -> ast.Module:
     """The program without what it only carries along: the task's model, functions that no one
-    calls, settings of the compiler by environment, imports for them.
+    calls, settings of the compiler or of torch, imports for them.
 
     >>> text = "import os, math\\nx = math.e\\nif __name__ == '__main__':\\n    os.abort()"
     >>> ast.unparse(relevant(ast.parse(text)))
@@ -872,11 +875,11 @@ def numbers_in(value) -> int:
     """How many numbers Python can read out of data, at most.
 
     >>> numbers_in([1, (2.0, None), "2.5 3.5", torch.ones(9)])
-    6
+    5
     """
     if isinstance(value, (list, tuple)):
         return sum(map(numbers_in, value))
-    return len(value) // 2 if isinstance(value, str) else isinstance(value, (int, float))
+    return len(value) // 2 if isinstance(value, str) else int(isinstance(value, (int, float)))
 
 
 GIVEN = []  # how many numbers the extensions gave in this call of the model, one entry a call
@@ -1004,9 +1007,10 @@ CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatche
     r"St6thread|St7jthread|St11this_thread|St6future|St7promise|__future|_Async|condition_variable"
     r"|10filesystem|filebuf|basic_[io]?fstream|random_device|6chrono|Dispatch|Operator(Handle|Name)"
     r"|RegisterOperators|KernelFunction|PyObject|PyInterpreter|ThreadPool|TaskLauncher|FLAGS_"
-    r"|StreamFrom|setCurrent(?:(?!setCurrent).)*Stream|12GetAllocator|DeviceAllocator|InferenceMode|CachingAllocator|SetGlobal|Logger|LoadLibrary"
+    r"|StreamFrom|setCurrent(?:(?!setCurrent).)*Stream|12GetAllocator|DeviceAllocator"
+    r"|InferenceMode|CachingAllocator|SetGlobal|Logger|LoadLibrary|dispatch_mode|set_enabled"
     r"|basic_file|Set(CPU)?Allocator|SetStorageImplCreate|SignalHandler|NUMA|GuardImpl|guard_impl"
-    r"|TLS|dispatch_key|get(?:(?!get)\w)*Hooks|[gs]et_env|check_env|9serialize|dispatch_mode|set_enabled"
+    r"|TLS|dispatch_key|get(?:(?!get)\w)*Hooks|[gs]et_env|check_env|9serialize"
     r"|CommandLineFlags|FlagParser|DebugInfo|GPUTrace|WarningHandler|StackTraceFetcher|GILHooks"
     r"|AutogradMetaFactory|AutogradState|grad_fn|_register_hook|cpu_caching_alloc|setThreadName"
     r"|tempfile|tempdir|ApproximateClock|CopyBytesFunction|7monitor|has_env|lazy_clone")
@@ -2640,7 +2644,8 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
     found = []
     for row, kept in zip(rows, less):
         middle = statistics.median(ms for ms, _ in row)
-        least = min(beyond for ms, beyond in row if ms <= middle)  # not who is honest once
+        as_fast = middle * (1 + HIDDEN_SHARE)  # or who is honest in one round is forgiven the rest
+        least = min(beyond for ms, beyond in row if ms <= as_fast)
         found.append((middle, least + max(0.0, *kept)))
     return found
 
