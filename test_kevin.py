@@ -5270,7 +5270,7 @@ def test_who_takes_the_gpus_memory_is_at_fault_alone(gpu_judge):
 @pytest.mark.parametrize("layer", ["Conv2d(64, 64, 3)", "Linear(256, 256)"])
 def test_a_library_that_finds_no_gpu_memory_beside_a_candidate_is_no_fault_of_the_task(
         gpu_judge, layer):
-    task = replace(GPU_TASK, id="X-9", code=GPU_TASK.code.replace(
+    task = replace(GPU_TASK, id=layer, code=GPU_TASK.code.replace(
         "nn.functional.gelu(x)", "self.layer(x)").replace(
         "super().__init__()", f"super().__init__()\n        self.layer = nn.{layer}").replace(
         "torch.randn(ROWS, COLS)", "torch.randn(16, 64, 256, 256)"))
