@@ -1016,6 +1016,7 @@ CXX_DENIED = re.compile(  # of those: threads, files, clocks, streams, dispatche
     r"|tempfile|tempdir|ApproximateClock|CopyBytesFunction|7monitor|has_env|lazy_clone")
 
 
+# Of these namespaces only what libc10 defines is called, but for CUDA's streams and devices.
 IN_CORE = re.compile(r"_ZT[VIS]N3c10|_ZNK?(3c10(?!4cuda)|6caffe2)")
 # Functions in no namespace or an unknown one are the candidate's, declared and never defined.
 OWN_NAMES = r"_Z\d+(?!THP)|_ZNK?(?!2at|3c10|5torch|8pybind11|6caffe2|9__gnu_cxx)\d"
@@ -1337,7 +1338,7 @@ class Worker:
         self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
     def do_open(self, inputs: str, size: int, calls: int, total: int, fds) -> dict:
-        """The memory of all calls and, until there is another, a model that does nothing."""
+        """The memory of all calls, and a model that does nothing."""
         self.task, pointer, handle = {"__name__": "task"}, ctypes.c_void_p(), IpcHandle()
         exec(compile(inputs, "task", "exec"), self.task)
         if self.device == "cpu":
@@ -1353,8 +1354,8 @@ class Worker:
         self.slots, self.true_slots = (
             call_slots(pointer.value, like, size, calls, self.device) for _ in range(2))
         self.shared = self.held = [(pointer.value, pointer.value + total)]
-        self.model = self.idle = lambda *_: torch.empty(size, dtype=torch.uint8, device=self.device)
-        _ = [self.model().fill_(1) for _ in self.slots]  # memory that no one wrote is read too fast
+        self.idle = lambda *_: torch.empty(size, dtype=torch.uint8, device=self.device)
+        _ = [self.idle().fill_(1) for _ in self.slots]  # memory that no one wrote is read too fast
         return {"handle": bytes(handle).hex()}
 
     def do_load(self, code: str, names: list | None, fds) -> dict:
@@ -2455,7 +2456,7 @@ class Subject(Child):
     def _idle(self, count: int) -> tuple[float, float]:
         if self.device == "cuda":  # as before any run, it goes from this process to the worker
             self.draw([0])
-        clock, reply = self.clocked(count)
+        clock, reply = self.clocked(count, idle=True)
         return clock, statistics.mean(reply["ms"] or [0.0])
 
     def clocked(self, count: int, listen: bool = False, idle: bool = False) -> tuple[float, dict]:
@@ -2478,8 +2479,7 @@ class Subject(Child):
         if self.device == "cpu":
             return 0.0
         self.ask("prepare", name=self.name, weights=weights)
-        self.draw([0])
-        return (self.usual_idle(count) - self.clocked(count, idle=True)[0]) / count
+        return (self.usual_idle(count) - self._idle(count)[0]) / count
 
     def run(self, weights: int, *seeds: int, listen: bool = False) -> tuple[float, list[float]]:
         """Calls the module, weights and inputs drawn under these seeds, once on every input.
@@ -2633,8 +2633,8 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
             ms, clock, inputs = burst(subject, weights, first[which])
             rows[which].append((ms, clock - ms - RUN_MS / len(inputs)))
             first[which] = min(first[which], ms)  # who starts slowly has no shorter bursts
-            checked = [] if subject.trusted else draw.sample(range(len(inputs)), len(inputs))[:2]
-            for slot in checked:
+            checked = 0 if subject.trusted else min(2, len(inputs))
+            for slot in draw.sample(range(len(inputs)), checked):
                 seeds += [weights, inputs[slot]]
                 subject.error(*seeds[-2:], slot)
             if turn % 2 == 0:

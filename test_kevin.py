@@ -2082,10 +2082,13 @@ def test_an_error_whose_text_is_refused_and_a_type_with_a_long_name_are_no_crash
     verdict = judged(judge, candidate().replace(
         "return ext.norm", "raise ValueError(x)\n        return ext.norm"))
     assert verdict.outcome == "runtime_error" and "ValueError, and its text" in verdict.message
-    name = "N" * 20_000
-    verdict = judged(judge, candidate(f"{name}(x)").replace(
-        "class ModelNew", f"class {name}(nn.Module):\n    def __init__(self, x):\n"
-        "        super().__init__()\n\nclass ModelNew"))
+    name, right = "N" * 40_000, "ext.norm(x, self.g, self.b)"  # at first, or one call alone says it
+    code = candidate(f"{name}() if self.calls > 3 else {right}").replace(
+        "class ModelNew", f"class {name}(nn.Module):\n    def forward(self):\n"
+        "        return 1\n\nclass ModelNew").replace(
+        "        self.g =", "        self.calls = 0\n        self.g =").replace(
+        "        return NNN", "        self.calls = self.calls + 1\n        return NNN")
+    verdict = judged(judge, code)
     assert verdict.outcome == "incorrect" and "type is NNN" in verdict.message, verdict
 
 
@@ -5231,9 +5234,9 @@ def test_who_hides_no_work_in_some_rounds_pays_for_what_the_others_show(honest):
 @gpu
 @pytest.mark.parametrize("late_ms", [0.0, 0.3])  # a call by which idle time is taken too long
 def test_work_that_no_event_sees_is_charged(gpu_judge, monkeypatch, late_ms):
-    idle = kevin.Subject._idle
-    monkeypatch.setattr(kevin.Subject, "_idle", lambda subject, count: tuple(
-        map(sum, zip(idle(subject, count), (late_ms * count, 0.0)))))
+    idle = kevin.Subject.usual_idle
+    monkeypatch.setattr(kevin.Subject, "usual_idle",
+                        lambda subject, count: idle(subject, count) + late_ms * count)
     plain, bursts = judged(gpu_judge, slow_kernel(2_000), GPU_TASK).runtime_ms, []
     real = kevin.burst
 
