@@ -676,15 +676,15 @@ def extension_handles(tree: ast.Module, aliases: dict[str, str]) -> set[str]:
     return {name for name in handles - {""} if bound[name] == 1}
 
 
-SETTING = re.compile(  # none is executed
-    r"os\.environ(\['\w+'\] = '.*'|\.setdefault\('\w+', '.*'\))|os\.makedirs\(.*\)"
-    r"|torch\.backends(\.\w+)+ = (True|False)|torch\.set_float32_matmul_precision\('\w+'\)"
-    r"|torch(\.cuda)?\.manual_seed(_all)?\(\d+\)")
+BUILDING = "(TORCH_CUDA_ARCH_LIST|TORCH_EXTENSIONS_DIR|MAX_JOBS|CUDA_HOME|CC|CXX)"
+SETTING = re.compile(  # none is executed; one that would touch a measurement is refused instead
+    rf"os\.environ(\['{BUILDING}'\] = '.*'|\.setdefault\('{BUILDING}', '.*'\))"
+    r"|os\.makedirs\(.*\)|torch(\.cuda)?\.manual_seed(_all)?\(\d+\)")
 
 
 def relevant(tree: ast.Module) -> ast.Module:
     """The program without what it only carries along: the task's model, functions that no one
-    calls, settings of the compiler or of torch, imports for them.
+    calls, settings of the compiler, imports for them.
 
     >>> text = "import os, math\\nx = math.e\\nif __name__ == '__main__':\\n    os.abort()"
     >>> ast.unparse(relevant(ast.parse(text)))
@@ -1058,7 +1058,7 @@ def foreign_symbols(symbols: list[str], own_binding: frozenset[str],
 # read, its messages are bounded JSON, and only bytes that equal the parent's answer earn anything.
 
 BUILD_TIMEOUT_S, RUN_TIMEOUT_S, CHECK_TIMEOUT_S, MAX_EXTENSIONS = 180.0, 60.0, 300.0, 8
-DISK_NEEDED = 256 << 20
+DISK_NEEDED, SPARES = 256 << 20, 2  # workers that start ahead: one takes as long as a verdict
 MESSAGE_LIMIT, CHILD_MEMORY, CHILD_FILE = 1 << 20, 8 << 30, 256 << 20  # bytes
 LIBRARY_LIMIT, HOST_LIMIT, PROGRAM_LIMIT = 16 << 20, 64 << 20, 100_000
 
@@ -1333,9 +1333,12 @@ class Worker:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
     def do_start(self, fds) -> None:
-        """Makes the CUDA context, which takes most of a worker's start."""
+        """Makes the CUDA context and loads torch's kernels for a run: most of a worker's time."""
         torch.cuda.set_per_process_memory_fraction(GPU_SHARE)
         self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        task = "import torch\ndef get_inputs():\n    return [torch.randn(1 << 17)]"
+        self.do_open(task, size=1 << 19, calls=1, total=1 << 20, fds=())
+        self.do_run(1, listen=False, idle=True, fds=())
 
     def do_open(self, inputs: str, size: int, calls: int, total: int, fds) -> dict:
         """The memory of all calls, and a model that does nothing."""
@@ -1650,18 +1653,19 @@ def call_slots(pointer: int, inputs: list, size: int, calls: int, device: str) -
 OPERATORS = ("empty", "empty_like", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like")
 LIGHT_HEADER = "\n".join([
     "#pragma once", "#define AT_PER_OPERATOR_HEADERS", "#include <ATen/core/Tensor.h>",
-    "#include <ATen/TensorOperators.h>", "#include <c10/util/Exception.h>",
+    "#include <ATen/TensorOperators.h>", "#include <ATen/core/grad_mode.h>",
+    "#include <c10/util/Exception.h>",
     *[f"#include <{name}>" for name in ("algorithm", "array", "cfloat", "cmath", "iomanip",
                                         "iostream", "map", "numeric", "set", "string", "tuple",
                                         "vector")],
     *[f"#include <ATen/ops/{name}.h>" for name in OPERATORS],
     "namespace torch {", "using namespace at;", "using std::nullopt;", "using std::optional;",
     "using Dtype = at::ScalarType;", "inline std::optional<Device> device_of(const Tensor& t) {",
-    "    return t.device(); }", "struct NoGradGuard { NoGradGuard() {} };",  # no_grad is on
+    "    return t.device(); }",
     *[f"constexpr auto k{new} = at::k{old};" for new, old in (
         ("UInt8", "Byte"), ("Int8", "Char"), ("Int16", "Short"), ("Int32", "Int"),
         ("Int64", "Long"), ("Float16", "Half"), ("Float32", "Float"), ("Float64", "Double"))], "}",
-    "namespace at {", "using torch::device_of;", "using torch::NoGradGuard;",
+    "namespace at {", "using torch::device_of;",
     *[f"struct {name} {{ {name}() {{}} template <class T> explicit {name}(const T&) {{}} }};"
       for name in ("DeviceGuard", "OptionalDeviceGuard")], "}", ""])
 HEADERS = {  # the full headers' names, and those that every operator includes and none needs
@@ -1669,6 +1673,9 @@ HEADERS = {  # the full headers' names, and those that every operator includes a
                      "torch/script.h", "torch/python.h", "torch/nn.h", "ATen/ATen.h",
                      "ATen/Functions.h"),
                     "#pragma once\n#include <kevin_light.h>\n"),
+    "ATen/core/grad_mode.h": "#pragma once\n#include <c10/core/GradMode.h>\nnamespace at {\n"
+    "using c10::GradMode; using c10::AutoGradMode;\n"
+    "struct NoGradGuard { NoGradGuard() {} };\n}\n",  # no_grad is on
     **dict.fromkeys(("ATen/Context.h", "ATen/TensorUtils.h", "ATen/DeviceGuard.h"),
                     "#pragma once\n"),
     "c10/cuda/CUDAGuard.h": "#pragma once\n#include <c10/cuda/CUDAStream.h>\n"  # one device: no-ops
@@ -1842,7 +1849,7 @@ class Toolchain:
             missing = "nvcc is not on PATH (set CUDA_HOME)" if self.gcc else "g++ is not on PATH"
             raise UserError(f"no compiler: {missing}")
         identity = (run_tool("g++", "--version"), torch.__version__, sys.version, device, HEADERS,
-                    SAMPLE, POISONED, cpu_name(), 12)
+                    SAMPLE, POISONED, cpu_name(), 13)
         self.root = Path(cache).expanduser().resolve() / f"{stable_seed(identity):016x}"
         self.include, torch_dir = self.root / "include", Path(torch.__file__).parent
         system = [torch_dir / "include", torch_dir / "include/torch/csrc/api/include",
@@ -1891,6 +1898,7 @@ class Toolchain:
                         "cuda_runtime", "cuda_fp16", "cuda_bf16", "ATen/cuda/CUDAContext"))
                 (self.include / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.include / name).write_text(text)
+            self._write_methods()
             self._compile_pybind()
             self._write_poison()
             library = self.root / "sample.so"
@@ -1907,6 +1915,26 @@ class Toolchain:
                      *symbols_of(libm, "defined", "-D")}
             write_whole(symbols, json.dumps(sorted(names)).encode())
         return frozenset(json.loads(symbols.read_text()))
+
+    def _write_methods(self) -> None:
+        """torch's Tensor, its methods defined only where a candidate may call what they call."""
+        aten, called = Path(torch.__file__).parent / "include/ATen", set()
+
+        def kept(method):
+            operators = re.findall(r"at::_ops::(\w+)::call", method[0])
+            allowed = all(map(OPERATORS_ALLOWED.fullmatch, operators))
+            called.update(operators if allowed else ())
+            return method[0] if allowed else ""
+
+        def needed(include):
+            declared = re.findall(r"struct TORCH_API (\w+)", (aten / include[1]).read_text())
+            return "" if called.isdisjoint(declared) else include[0]
+
+        for name, pattern, choose in (
+                ("core/TensorBody.h", r"^// aten::.*?^}\n", kept),
+                ("MethodOperators.h", r"^#include <ATen/(ops/.*?)>\n", needed)):
+            text = re.sub(f"(?ms){pattern}", choose, (aten / name).read_text())
+            (self.include / "ATen" / name).write_text(text)
 
     def _write_poison(self) -> None:
         """The header after which C++ may not name what reaches the assembler or Python."""
@@ -2132,23 +2160,22 @@ class Judge:
         self.device_name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
         self.chain = Toolchain(cache, device)
         self.source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-        self.children, self.spare = 0, None
+        self.children, self.spares = 0, collections.deque()
         self.baselines: dict[str, tuple] = {}  # what measure() says of eager, by task, on a GPU
         self.idle_ms: dict[str, list[float]] = {}  # least of runs of one and of all calls, on a CPU
         self._start_zygote()
         with Child(self) as probe:
             self.layers = probe.layers
         self.pool = ThreadPoolExecutor(jobs or os.cpu_count())
-        self.starter, self.reaper = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.starter, self.reaper = ThreadPoolExecutor(SPARES), ThreadPoolExecutor(1)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
+        self._end_spares()
         for pool in (self.pool, self.starter, self.reaper):
             pool.shutdown(wait=True, cancel_futures=True)
-        if self.spare and not self.spare.cancelled() and not self.spare.exception():
-            self.spare.result().kill()
         self.zygote.kill()
         self.zygote.wait()
         self.zygote_sock.close()
@@ -2168,12 +2195,18 @@ class Judge:
                                            stdin=subprocess.DEVNULL)
 
     def next_worker(self) -> Child:
-        """A started child; on a GPU another one starts meanwhile, for the candidate after this."""
+        """A started child; on a GPU others start meanwhile, for the candidates after this."""
         if self.device == "cpu":
             return Child(self)
-        ready = self.spare or self.starter.submit(self._start_worker)
-        self.spare = self.starter.submit(self._start_worker)
-        return ready.result()
+        while len(self.spares) <= SPARES:
+            self.spares.append(self.starter.submit(self._start_worker))
+        return self.spares.popleft().result()
+
+    def _end_spares(self) -> None:
+        while self.spares:
+            spare = self.spares.popleft()
+            if not spare.cancel() and not spare.exception():  # of one that starts, it waits
+                spare.result().kill()
 
     def _start_worker(self) -> Child:
         child = Child(self)
@@ -2195,9 +2228,11 @@ class Judge:
             except Exception as e:  # a mistake of ours, too, is no reason to end a training run
                 fault = e
                 with self.lock:
-                    if self.zygote.poll() is not None:
-                        self.spare = None  # it died with its zygote
+                    lost = self.zygote.poll() is not None
+                    if lost:
                         self._start_zygote()
+                if lost:
+                    self._end_spares()  # they died with their zygote
         return Verdict("judge_error", message=str(fault)[:1000], device=self.device_name)
 
     def submit(self, code: str) -> Future:
@@ -2473,8 +2508,8 @@ class Subject(Child):
     def less_idle(self, weights: int, count: int) -> float:
         """ms a call by which such a run takes less now, on a GPU.
 
-        The next worker's context came into being meanwhile, which slows the first ones. Who made
-        this one slow has gained nothing: the lesser counts.
+        Other workers' contexts come into being meanwhile, which may have slowed the first ones. Who
+        made this one slow has gained nothing: the lesser counts.
         """
         if self.device == "cpu":
             return 0.0
@@ -2621,7 +2656,7 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
     cached, replayed or left out is a wrong answer. More bursts, at random times, are listened to.
     """
     draw, weights = random.SystemRandom(), fresh_seed()
-    rows, less = ([[] for _ in subjects] for _ in range(2))
+    rows, less, found = [[] for _ in subjects], [0.0 for _ in subjects], []
     first = [min(burst(s, weights, math.inf)[0] for _ in range(3)) for s in subjects]  # warm-up
     listened = draw.sample(range(ROUNDS), LISTENED)
     for turn in range(ROUNDS):
@@ -2637,16 +2672,15 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
             for slot in draw.sample(range(len(inputs)), checked):
                 seeds += [weights, inputs[slot]]
                 subject.error(*seeds[-2:], slot)
-            if turn % 2 == 0:
-                less[which].append(subject.less_idle(weights, len(inputs)))
+            if turn == ROUNDS - 1:
+                less[which] = subject.less_idle(weights, len(inputs))
             if heard and not early:
                 burst(subject, weights, first[which], listen=True)
-    found = []
-    for row, kept in zip(rows, less):
+    for row, too_long in zip(rows, less):
         middle = statistics.median(ms for ms, _ in row)
         as_fast = middle * (1 + HIDDEN_SHARE)  # or who is honest in one round is forgiven the rest
         least = min(beyond for ms, beyond in row if ms <= as_fast)
-        found.append((middle, least + max(0.0, *kept)))
+        found.append((middle, least + max(0.0, too_long)))
     return found
 
 

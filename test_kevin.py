@@ -478,7 +478,10 @@ HACKS = {
         "from typing import get_type_hints\nfrom torch.nn import Linear\nimport torch.linalg\n"
         "from math import *\nfrom torch.utils import data\nimport math as __m\n"
         "from torch.nn.init import __builtins__ as b\nfrom math import __loader__").split("\n")]
-    + [program("import os\nreturn ext.f(os, y)"), program(end="import math")],
+    + [program("import os\nreturn ext.f(os, y)"), program(end="import math")]
+    + [program(top=f"import os\nos.environ{setting}") for setting in (
+        "['CUDA_LAUNCH_BLOCKING'] = '1'", "['PYTORCH_NO_CUDA_MEMORY_CACHING'] = '1'",
+        ".setdefault('NVIDIA_TF32_OVERRIDE', '1')")],
     "ModelNew": ["import torch"]
     + [program(base=b) for b in ("nn.Linear", "Base", "nn.Module, dict", "nn.Module, metaclass=x")]
     + [program(top="Module = torch.Tensor", base="Module")]
@@ -511,7 +514,9 @@ HACKS = {
     + returning("F.relu(x)", "from torch.nn import functional as F")
     + returning("u.functional.relu(x)", "from torch import nn as u"),
     "assignment": [program(top="nn.Module.forward = 1"), program("x.data = y\nreturn x")]
-    + [program(init=i) for i in ("torch.float32 = 1", "torch.backends.cudnn.enabled = False")],
+    + [program(init=i) for i in ("torch.float32 = 1", "torch.backends.cudnn.enabled = False")]
+    + [program(top=f"torch.backends.{setting}") for setting in (
+        "cudnn.enabled = False", "cudnn.deterministic = True", "cuda.matmul.allow_tf32 = True")],
     "name": returning(
         'getattr(x, "soft" + "max")(1) | exec("x") | eval("x") | open("a") | __import__("os") | '
         "globals() | vars(x) | type(x) | setattr(x, y, y) | (torch := x)")
@@ -557,7 +562,7 @@ HONEST = [
     program(),
     program(top="import os\nos.environ['TORCH_CUDA_ARCH_LIST'] = '9.0'\n"
                 "os.environ.setdefault('MAX_JOBS', '8')\nos.makedirs('build', exist_ok=True)\n"
-                "torch.backends.cudnn.allow_tf32 = True\ntorch.manual_seed(0)"),
+                "torch.manual_seed(0)"),
     program(top="def reference(x):\n    return torch.sigmoid(x)\n\ndef compare(x):\n"
                 "    try:\n        return reference(x)\n    except Exception:\n        pass"),
     program(top="import textwrap", load="ext = load_inline('', textwrap.dedent(source))"),
@@ -5279,6 +5284,7 @@ def test_a_library_that_finds_no_gpu_memory_beside_a_candidate_is_no_fault_of_th
         "torch.randn(ROWS, COLS)", "torch.randn(16, 64, 256, 256)"))
     build = gpu_judge.submit(gpu_program("ext.hog(x, 6)", GPU_TRICKS, "", GPU_PRELUDE)).result()
     gpu_judge.check(task, build)
+    torch.cuda.empty_cache()  # of what tests before this one held
     ballast = torch.empty(torch.cuda.mem_get_info()[0] - (9 << 30), dtype=torch.int8, device="cuda")
     for size in (2, 4, 5, 6, 7):
         verdict = trick(gpu_judge, f"ext.hog(x, {size})", task)
