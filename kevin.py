@@ -1037,12 +1037,14 @@ def foreign_symbols(symbols: list[str], own_binding: frozenset[str],
     """
     foreign = []
     for name in (symbol.split("@")[0] for symbol in symbols):
-        operator = re.match(r"_ZN2at4_ops(\d+)(\w+)", name)
+        operator = re.match(r"_ZN(2at4_ops|K2at6Tensor(?!4item))(\d+)(\w+)", name)
         if len(name) > 2000:  # none is, and the patterns below would take quadratic time
             foreign += [name]
         elif operator:
-            operator = operator.group(2)[: int(operator.group(1))]
-            foreign += [] if OPERATORS_ALLOWED.fullmatch(operator) else [f"aten::{operator}"]
+            scope, length, called = operator.groups()
+            called = called[: int(length)]  # methods that may be called are defined in a header
+            allowed = "_ops" in scope and OPERATORS_ALLOWED.fullmatch(called)
+            foreign += [] if allowed else [f"aten::{called}"]
         elif name not in own_binding and not C_ALLOWED.fullmatch(name):
             allowed = CXX_ALLOWED.match(name) and not CXX_DENIED.search(name)
             allowed = allowed and (name in core or not IN_CORE.match(name))

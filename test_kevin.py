@@ -672,7 +672,7 @@ ALLOWED_SYMBOLS = """_ZNKRSt7__cxx1119basic_ostringstreamIcE3strEv
     _ZN2at4cuda26getCurrentDevicePropertiesEv _ZN3c10lsERSoNS_11DispatchKeyE
     _ZN2at38globalDeprecatedTypePropertiesRegistryEv cudaSetDevice _ZTIN3c105ErrorE _ZTIPKc
     _ZTVN10__cxxabiv120__si_class_type_infoE _ZTISt13runtime_error _ZTVNSt7__cxx1115basic_stringbufE
-    _ZTINSt8ios_base7failureB5cxx11E""".split()
+    _ZTINSt8ios_base7failureB5cxx11E _ZNK2at6Tensor4itemIfEET_v""".split()
 DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
     _ZN2at4_ops2mm4callERKNS_6TensorES4_ _ZN2at4_ops8_softmax4callE dlsym dlopen
     _ZN2at4_ops15unfold_backward4callE _ZN2at4_ops9to_sparse4callE
@@ -684,7 +684,8 @@ DENIED_SYMBOLS = """_ZN3c104impl26raw_local_dispatch_key_setE
     _ZTVN5torch8autograd9generated11MmBackward0E _ZTVN2at14FunctionalBaseE
     _ZNK2at10TensorBase7grad_fnEv _ZN3c1020ThreadLocalDebugInfo5_pushE
     cudaIpcOpenMemHandle cudaMalloc omp_set_num_threads _ZN3c109ClassType10findMethodERKSs
-    _ZTVN3c109TypeErrorE _ZN3c1012GetAllocatorENS_10DeviceTypeE""".split()
+    _ZTVN3c109TypeErrorE _ZN3c1012GetAllocatorENS_10DeviceTypeE
+    _ZNK2at6Tensor7sigmoidEv _ZNK2at6Tensor7flattenENS_7DimnameES1_S1_""".split()
 
 
 def test_symbols_that_compute_or_reach_outside_are_foreign_and_no_others():
@@ -692,9 +693,10 @@ def test_symbols_that_compute_or_reach_outside_are_foreign_and_no_others():
     core = frozenset(s for s in mixed if not re.search("9ClassType|9TypeError", s))
     found = kevin.foreign_symbols(mixed, frozenset({"own"}), core)
     operators = [f"aten::{name}" for name in (
-        "mm", "_softmax", "unfold_backward", "to_sparse", "add_Tensor", "linear", "index")]
+        "mm", "_softmax", "unfold_backward", "to_sparse", "add_Tensor", "linear", "index",
+        "sigmoid", "flatten")]
     assert [s for s in found if s.startswith("aten")] == operators
-    plain = [s for s in DENIED_SYMBOLS if "4_ops" not in s]
+    plain = [s for s in DENIED_SYMBOLS if not re.search("4_ops|6Tensor", s)]
     assert [s for s in found if not s.startswith("aten")] == plain
 
 
@@ -4904,7 +4906,7 @@ TRICK(f) {
     try { TORCH_CHECK(n < 0); } catch (const c10::Error&) { return at::gelu(x); }
     auto found = c10::Dispatcher::singleton().findSchemaOrThrow("aten::mm", "").hasSchema();
     return found ? x : x.PASTE(sig, moid)();
-}""", "", "hack: library call: .*aten::gelu, aten::sigmoid, .*Dispatcher"),
+}""", "", "hack: library call: (?=.*aten::gelu)(?=.*aten::sigmoid).*Dispatcher"),
     "loader": ("""#include <dlfcn.h>
 extern "C" int cublasCreate_v2(void*);
 static void* run(void*) { return getenv("MODE"); }
