@@ -947,6 +947,31 @@ def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
     assert kevin.kernel_score(verdict) is None
 
 
+def test_workers_that_start_ahead_end_with_their_zygote_and_with_the_judge(cache, monkeypatch):
+    def served():  # one worker's answer; where two more wait
+        with judge.next_worker() as worker:
+            started.append(worker.pid)
+            reply = worker.ask("load", code="x = 1", names=None)
+        assert [spare.result().sock.fileno() > 0 for spare in judge.spares] == [True] * kevin.SPARES
+        return reply["calls"]
+
+    started, before = [], len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(kevin.Judge, "_start_worker", lambda judge: kevin.Child(judge))  # no CUDA
+    with kevin.Judge("cpu", cache, unsafe=True) as judge:
+        monkeypatch.setattr(judge, "device", "cuda")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        assert served() == [] and len(processes(judge.zygote.pid)) == kevin.SPARES
+        judge.zygote.kill()
+        judge.zygote.wait()
+        assert judge._retried(served) == [] and len(set(started)) == 3
+        assert len(processes(judge.zygote.pid)) == kevin.SPARES
+        open_files = len(os.listdir("/proc/self/fd"))
+        assert [served() for _ in range(5)] == [[]] * 5
+        assert len(os.listdir("/proc/self/fd")) == open_files
+        zygote = judge.zygote.pid
+    assert not processes(zygote) and len(os.listdir("/proc/self/fd")) == before
+
+
 def test_assembly_is_looked_for_in_the_candidates_own_host_code_alone():
     text = """# 1 "/usr/include/a.h"
 asm("before");
