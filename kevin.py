@@ -2658,7 +2658,7 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
     cached, replayed or left out is a wrong answer. More bursts, at random times, are listened to.
     """
     draw, weights = random.SystemRandom(), fresh_seed()
-    rows, less, found = [[] for _ in subjects], [0.0 for _ in subjects], []
+    rows, less = ([[] for _ in subjects] for _ in range(2))
     first = [min(burst(s, weights, math.inf)[0] for _ in range(3)) for s in subjects]  # warm-up
     listened = draw.sample(range(ROUNDS), LISTENED)
     for turn in range(ROUNDS):
@@ -2674,15 +2674,16 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
             for slot in draw.sample(range(len(inputs)), checked):
                 seeds += [weights, inputs[slot]]
                 subject.error(*seeds[-2:], slot)
-            if turn == ROUNDS - 1:
-                less[which] = subject.less_idle(weights, len(inputs))
+            if turn % 2 == 0:
+                less[which].append(subject.less_idle(weights, len(inputs)))
             if heard and not early:
                 burst(subject, weights, first[which], listen=True)
-    for row, too_long in zip(rows, less):
+    found = []
+    for row, kept in zip(rows, less):
         middle = statistics.median(ms for ms, _ in row)
         as_fast = middle * (1 + HIDDEN_SHARE)  # or who is honest in one round is forgiven the rest
         least = min(beyond for ms, beyond in row if ms <= as_fast)
-        found.append((middle, least + max(0.0, too_long)))
+        found.append((middle, least + max(0.0, *kept)))
     return found
 
 

@@ -899,6 +899,7 @@ BUILT_HACKS = {
     "assembly": ('A(as, m)("nop");', "poisoned word", "cpp_source:3"),
     "thread": ("std::A(thr, ead)([] {}).join();", "library call", "thread"),
     "getenv": ('if (A(std::get, env)("HOME")) return y;', "library call", "getenv"),
+    "method": ("return A(x.sig, moid)();", "library call", "aten::sigmoid"),
 }
 
 
@@ -5251,15 +5252,15 @@ class Metered:
         return self.less.pop(0)
 
 
-@pytest.mark.parametrize("less, beyond", [(0.3, 0.4), (-0.2, 0.1)])
+@pytest.mark.parametrize("less, beyond", [((-0.2, 0.3, 0.1), 0.4), ((-0.2, -0.3, -0.1), 0.1)])
 def test_idle_time_that_was_taken_too_long_hides_no_work(less, beyond):
-    [(ms, found)] = kevin.measure([Metered(less)], [])
+    [(ms, found)] = kevin.measure([Metered(*less)], [])
     assert (ms, found) == (1.0, pytest.approx(beyond - kevin.RUN_MS / 15))
 
 
 @pytest.mark.parametrize("honest", [1, 2])
 def test_who_hides_no_work_in_some_rounds_pays_for_what_the_others_show(honest):
-    [(ms, found)] = kevin.measure([Metered(0.0, honest=honest)], [])
+    [(ms, found)] = kevin.measure([Metered(0.0, 0.0, 0.0, honest=honest)], [])
     assert (ms, found) == (1.0, pytest.approx(0.1 - kevin.RUN_MS / 15))
 
 
