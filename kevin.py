@@ -2124,6 +2124,18 @@ class Child:
             raise Rejected("hack", "torch operator", error.removeprefix("Violation: "))
         raise Rejected("runtime_error", "", error)
 
+    def send_signal(self, which: int) -> None:
+        """Sends it; SIGSTOP only returns when all of the process has stopped."""
+        deadline = time.monotonic() + 10
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it is gone
+            signal.pidfd_send_signal(self.pidfd, which)
+            while which == signal.SIGSTOP and any(
+                    (task / "stat").read_bytes().rpartition(b") ")[2][:1] in b"RSD"
+                    for task in Path(f"/proc/{self.pid}/task").iterdir()):
+                if time.monotonic() > deadline:
+                    self.fail("the process does not stop")
+                time.sleep(1e-3 * (time.monotonic() > deadline - 9.9))  # most stop at once
+
     def kill(self) -> None:
         """Ends the child with all it has started, and waits until it is gone."""
         with contextlib.suppress(ProcessLookupError):
@@ -2170,6 +2182,7 @@ class Judge:
             self.layers = probe.layers
         self.pool = ThreadPoolExecutor(jobs or os.cpu_count())
         self.starter, self.reaper = ThreadPoolExecutor(SPARES), ThreadPoolExecutor(1)
+        self.starting, self.quiet = set(), threading.Lock()
 
     def __enter__(self):
         return self
@@ -2213,11 +2226,29 @@ class Judge:
     def _start_worker(self) -> Child:
         child = Child(self)
         try:
-            child.ask("start")
+            with self.quiet:
+                self.starting.add(child)
+            try:
+                child.ask("start", timeout_s=RUN_TIMEOUT_S + CHECK_TIMEOUT_S)  # it may stand still
+            finally:
+                with self.quiet:
+                    self.starting.discard(child)
         except BaseException:
             child.kill()
             raise
         return child
+
+    @contextlib.contextmanager
+    def stillness(self):
+        """While this lasts, workers that start stand still."""
+        with self.quiet:
+            for child in self.starting:
+                child.send_signal(signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                for child in self.starting:
+                    child.send_signal(signal.SIGCONT)
 
     def _retried(self, action) -> Build | Verdict:
         for _ in range(2):
@@ -2462,22 +2493,11 @@ class Subject(Child):
 
     def ask(self, *args, **arguments) -> dict:
         """One command's answer; the worker is stopped before and after."""
-        self._signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
         try:
             return super().ask(*args, **arguments)
         finally:
-            self._signal(signal.SIGSTOP)
-
-    def _signal(self, which: int) -> None:
-        deadline = time.monotonic() + 10
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it is gone
-            signal.pidfd_send_signal(self.pidfd, which)
-            while which == signal.SIGSTOP and any(
-                    (task / "stat").read_bytes().rpartition(b") ")[2][:1] in b"RSD"
-                    for task in Path(f"/proc/{self.pid}/task").iterdir()):
-                if time.monotonic() > deadline:
-                    self.fail("the process does not stop")
-                time.sleep(1e-3 * (time.monotonic() > deadline - 9.9))  # most stop at once
+            self.send_signal(signal.SIGSTOP)
 
     def draw(self, seeds) -> None:
         """Inputs under these seeds into the first slots, whose outputs become NaN."""
@@ -2496,11 +2516,13 @@ class Subject(Child):
         clock, reply = self.clocked(count, idle=True)
         return clock, statistics.mean(reply["ms"] or [0.0])
 
-    def clocked(self, count: int, listen: bool = False, idle: bool = False) -> tuple[float, dict]:
+    def clocked(self, count: int, listen: bool = False, idle: bool = False,
+                alone: bool = False) -> tuple[float, dict]:
         """(ms by this process's clock, the answer) of a run on the first inputs."""
-        start = time.perf_counter()
-        reply = self.ask("run", count=count, listen=listen, idle=idle)
-        return (time.perf_counter() - start) * 1e3, reply
+        with self.judge.stillness() if alone else contextlib.nullcontext():
+            start = time.perf_counter()
+            reply = self.ask("run", count=count, listen=listen, idle=idle)
+            return (time.perf_counter() - start) * 1e3, reply
 
     def usual_idle(self, count: int) -> float:
         """ms of a run that did nothing, before any code of the candidate was here."""
@@ -2518,15 +2540,17 @@ class Subject(Child):
         self.ask("prepare", name=self.name, weights=weights)
         return (self.usual_idle(count) - self._idle(count)[0]) / count
 
-    def run(self, weights: int, *seeds: int, listen: bool = False) -> tuple[float, list[float]]:
+    def run(self, weights: int, *seeds: int, listen: bool = False,
+            alone: bool = False) -> tuple[float, list[float]]:
         """Calls the module, weights and inputs drawn under these seeds, once on every input.
 
         Returns (ms of a call by this process's clock, the worker's events in ms), both beyond those
         of a call that does nothing. listen: also looks at the operators dispatched; no times then.
+        alone: no worker goes on starting meanwhile.
         """
         self.ask("prepare", name=self.name, weights=weights)
         self.draw(seeds)
-        elapsed, reply = self.clocked(len(seeds), listen)
+        elapsed, reply = self.clocked(len(seeds), listen, alone=alone)
         events, ops, self.claims = (reply.get(name) for name in ("ms", "ops", "claims"))
         calls = len(seeds) if self.device == "cuda" and not listen else 0
         if not all(isinstance(x, list) for x in (events, ops, self.claims)) or [
@@ -2590,6 +2614,7 @@ MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
 BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the power cap
 LISTENED = 3  # rounds; who counts bursts and cheats in three of five is heard in 7 of 10 verdicts
 MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
+ALONE_MS = 1.0  # longer calls are interrupted on a GPU while a worker starts: 12 ms became 14
 IDLE_RUNS = {"cpu": 5, "cuda": 3}  # before a candidate is loaded; on a GPU more follow (less_idle)
 PROBES = 256  # elements of a tensor by which a call is held between its events
 SMALL = {"cpu": 1 << 13, "cuda": 1 << 16}  # to this size all: few were mended in a known answer
@@ -2647,7 +2672,8 @@ def burst(subject: Subject, weights: int, ms: float,
     """
     wanted = math.ceil(BURST_MS[subject.device] / max(ms, 1e-3))
     seeds = [fresh_seed() for _ in range(min(subject.calls, wanted) or 1)]
-    clock, events = subject.run(weights, *seeds, listen=listen)
+    alone = not listen and ALONE_MS < ms < math.inf
+    clock, events = subject.run(weights, *seeds, listen=listen, alone=alone)
     return statistics.mean(events) if events else clock, clock, seeds
 
 

@@ -981,6 +981,61 @@ def test_workers_that_start_ahead_end_with_their_zygote_and_with_the_judge(cache
     assert not processes(zygote) and len(os.listdir("/proc/self/fd")) == before
 
 
+def cpu_ticks(pid):
+    """Clock ticks that a process has computed for, and whether it is stopped."""
+    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return int(fields[10]) + int(fields[11]), state == "T"
+
+
+def test_a_worker_that_starts_stands_still_while_another_is_timed(judge, monkeypatch):
+    ask, code = kevin.Child.ask, "for _ in range(5 * 10 ** 7): pass"  # for what CUDA would do
+    monkeypatch.setattr(kevin.Child, "ask", lambda child, op, timeout_s: ask(
+        child, "load", timeout_s=timeout_s, code=code, names=[]))
+    started = judge.starter.submit(judge._start_worker)
+    while not judge.starting:
+        time.sleep(0.01)
+    [child] = judge.starting
+    time.sleep(0.2)
+    for _ in range(2):
+        with judge.stillness():
+            before = cpu_ticks(child.pid)
+            time.sleep(0.3)
+            assert before == cpu_ticks(child.pid) == (before[0], True) and not started.done()
+        time.sleep(0.1)
+        assert cpu_ticks(child.pid)[0] > before[0]
+    assert started.result() is child and not judge.starting
+    assert ask(child, "load", code="x = 1", names=None)["calls"] == []
+    child.kill()
+
+
+def test_a_worker_whose_start_fails_is_not_waited_for(judge, monkeypatch):
+    monkeypatch.setattr(kevin.Child, "ask", lambda child, op, timeout_s: child.fail("no GPU"))
+    with pytest.raises(kevin.JudgeFault, match="no GPU"):
+        judge._start_worker()
+    with judge.stillness():
+        assert not judge.starting and not processes(judge.zygote.pid)
+
+
+class Starting:
+    def __init__(self):
+        self.got = []
+
+    def send_signal(self, which):
+        self.got.append(which)
+
+
+@pytest.mark.parametrize("ms, listen, stops", [
+    (math.inf, False, 0), (0.2, False, 0), (3.0, True, 0), (3.0, False, 1)])
+def test_only_timed_calls_longer_than_a_share_of_the_gpu_stop_what_starts(judge, ms, listen, stops):
+    judge.starting.add(other := Starting())
+    try:
+        with kevin.Subject(judge, NORM) as subject, contextlib.suppress(kevin.Rejected):
+            kevin.burst(subject, 0, ms, listen)  # who is listened to runs torch's operators
+    finally:
+        judge.starting.remove(other)
+    assert other.got == [signal.SIGSTOP, signal.SIGCONT] * stops
+
+
 def test_assembly_is_looked_for_in_the_candidates_own_host_code_alone():
     text = """# 1 "/usr/include/a.h"
 asm("before");
@@ -5249,7 +5304,7 @@ class Metered:
     def __init__(self, *less, honest=0):
         self.less, self.honest, self.runs = list(less), honest, -3  # that many are for warm-up
 
-    def run(self, weights, *seeds, listen=False):
+    def run(self, weights, *seeds, listen=False, alone=False):
         self.runs += not listen
         return 1.1, [1.1 if 0 < self.runs <= self.honest else 1.0] * len(seeds)
 
