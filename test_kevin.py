@@ -1091,6 +1091,19 @@ def test_no_text_makes_the_gates_slow(judge, tmp_path, text):
     assert time.process_time() - start < 3
 
 
+@pytest.mark.parametrize("text, headers", [
+    ("std::map<int, int> a;", {"map"}), ("std::multiset<int> a;", {"set"}),
+    ("a << std::setw(3) << std::quoted(b);", {"iomanip"}), ("AT_DISPATCH_ALL_TYPES", set()),
+    ("std::unordered_map<int, int> a; cudaMemset(offset, set_of(bitmap));", set())])
+def test_nvcc_sees_a_header_that_takes_time_only_if_a_name_of_it_is_there(
+        judge, tmp_path, text, headers):
+    call = {"cpp": ["torch::Tensor f();"], "cuda": [text], "functions": ["f"], "flags": []}
+    judge.chain.write(tmp_path, "k", call)
+    found = set(re.findall("#include <(.*)>", (tmp_path / "cuda.cu").read_text()))
+    assert found & {"map", "set", "iomanip"} == headers
+    assert ("ATen/Dispatch.h" in found) == ("DISPATCH" in text)
+
+
 def test_a_long_chain_of_attributes_is_no_work_for_the_filter():
     code = program("return " + " + ".join(["x" + ".T" * 300] * 60))
     start = time.process_time()
@@ -5155,6 +5168,10 @@ __global__ void copy_kernel(const float* scratch, float* y) {
     y[blockIdx.x * blockDim.x + threadIdx.x] = scratch[blockIdx.x * blockDim.x + threadIdx.x];
 }
 std::vector<Tensor> forward(Tensor x) {
+    std::map<int64_t, std::multiset<int>> named{{x.size(0), {1, 1}}};  // of headers not included
+    std::ostringstream text;
+    text << std::setprecision(2) << 0.125 * named.begin()->second.size();
+    TORCH_CHECK(text.str() == "0.25", text.str());
     auto scratch = torch::zeros({x.size(0), x.size(1)}, x.options()), y = torch::empty_like(x);
     add_kernel<<<x.numel() / 512, 512>>>(x.data_ptr<float>(), scratch.data_ptr<float>());
     copy_kernel<<<x.numel() / 512, 512>>>(scratch.data_ptr<float>(), y.data_ptr<float>());
