@@ -981,6 +981,25 @@ def test_workers_that_start_ahead_end_with_their_zygote_and_with_the_judge(cache
     assert not processes(zygote) and len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_process_that_begins_and_ends_threads_is_stopped_as_a_whole():
+    code = "import threading\nwhile True: threading.Thread(target=int).start()"
+    child, states = object.__new__(kevin.Child), []
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        child.pid, child.pidfd = process.pid, os.pidfd_open(process.pid)
+        try:
+            for _ in range(300):
+                child.send_signal(signal.SIGSTOP)
+                states += [stat.read_text().rpartition(") ")[2][0]
+                           for stat in Path(f"/proc/{child.pid}/task").glob("*/stat")]
+                child.send_signal(signal.SIGCONT)
+                time.sleep(0.001 * random.random())
+        finally:
+            process.kill()
+    child.send_signal(signal.SIGSTOP)  # it is gone, which is no error
+    os.close(child.pidfd)
+    assert set(states) == {"T"} and len(states) >= 300
+
+
 def cpu_ticks(pid):
     """Clock ticks that a process has computed for, and whether it is stopped."""
     state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
