@@ -2268,9 +2268,9 @@ class Judge:
     def stillness(self):
         """While this lasts, workers that start stand still."""
         with self.quiet:
-            for child in self.starting:
-                child.send_signal(signal.SIGSTOP)
             try:
+                for child in self.starting:
+                    child.send_signal(signal.SIGSTOP)
                 yield
             finally:
                 for child in self.starting:

@@ -1036,11 +1036,22 @@ def test_a_worker_whose_start_fails_is_not_waited_for(judge, monkeypatch):
 
 
 class Starting:
-    def __init__(self):
-        self.got = []
+    def __init__(self, stops=True):
+        self.got, self.stops = [], stops
 
     def send_signal(self, which):
         self.got.append(which)
+        if which == signal.SIGSTOP and not self.stops:
+            raise kevin.JudgeFault("the process does not stop")
+
+
+def test_one_that_does_not_stand_still_keeps_no_other_from_starting(judge, monkeypatch):
+    both = Starting(), Starting(stops=False)
+    monkeypatch.setattr(judge, "starting", both)
+    with pytest.raises(kevin.JudgeFault, match="not stop"), judge.stillness():
+        pytest.fail("it is not still")
+    assert [one.got for one in both] == [[signal.SIGSTOP, signal.SIGCONT]] * 2
+    assert not judge.quiet.locked()
 
 
 @pytest.mark.parametrize("ms, listen, stops", [
