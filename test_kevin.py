@@ -11,7 +11,6 @@ anything is learned.
 import ast
 import contextlib
 import copy
-import functools
 import gc
 import hashlib
 import html.parser
@@ -2141,14 +2140,14 @@ def test_a_worker_runs_only_while_it_is_waited_for_and_gets_new_inputs_when_stop
 @pytest.mark.parametrize(("trusted", "fault"), [(False, kevin.Rejected), (True, kevin.JudgeFault)])
 def test_a_process_that_cannot_be_stopped_is_its_authors_fault(monkeypatch, trusted, fault):
     with subprocess.Popen([sys.executable, "-c", "while True: ..."]) as busy:
-        child = types.SimpleNamespace(pid=busy.pid, pidfd=0, trusted=trusted)
-        child.fail = functools.partial(kevin.Child.fail, child)
+        child = object.__new__(kevin.Subject)
+        child.pid, child.pidfd, child.trusted = busy.pid, 0, trusted
         monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
         monkeypatch.setattr(kevin, "time", types.SimpleNamespace(
             monotonic=itertools.count(0, 3).__next__, sleep=time.sleep))
         try:
             with pytest.raises(fault, match="does not stop"):
-                kevin.Subject._signal(child, signal.SIGSTOP)
+                child.send_signal(signal.SIGSTOP)
         finally:
             busy.kill()
 
