@@ -2154,13 +2154,14 @@ class Child:
         """Whether a thread of the process is not stopped; on a GPU it has a dozen."""
         folder = f"/proc/{self.pid}/task"
         try:
-            for thread in os.listdir(folder):
+            threads = os.listdir(folder)
+            for thread in threads:
                 with open(f"{folder}/{thread}/stat", "rb", buffering=0) as file:
                     if file.read(1000).rpartition(b") ")[2][:1] in b"RSD":
                         return True
+            return not set(os.listdir(folder)).issubset(threads)  # one may just have begun another
         except (ProcessLookupError, FileNotFoundError):  # one has ended, or all of them
             return os.path.exists(folder)
-        return False
 
     def kill(self) -> None:
         """Ends the child with all it has started, and waits until it is gone."""
