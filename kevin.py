@@ -1823,9 +1823,9 @@ def has_line_directive(text: str) -> bool:
 # what reaches the assembler, or Python's objects, in text whose literals are cut out; one that
 # does not end (a group says so) stays, and takes the rest of the line, or each quote would begin it
 LITERAL = re.compile(r"""'(?:\\.|[^'\\])*(?:'|(\\?$))|"(?:\\.|[^"\\])*(?:"|(\\?$))""")
-real_path = functools.lru_cache(10_000)(os.path.realpath)  # each build names 500 of torch's files
 TO_ASSEMBLER = re.compile(r"\b_*(asm|section|symver|ifunc|weakref)_*\b"
                           r"|\b(_?Py(Object|Type|Number)\w*|ob_type|tp_as_\w+)\b")
+real_path = functools.lru_cache(10_000)(os.path.realpath)  # each build names 500 of torch's files
 
 
 def host_assembly(text: str, trusted: list[str]) -> str:
@@ -2543,13 +2543,11 @@ class Subject(Child):
         clock, reply = self.clocked(count, idle=True)
         return clock, statistics.mean(reply["ms"] or [0.0])
 
-    def clocked(self, count: int, listen: bool = False, idle: bool = False,
-                alone: bool = False) -> tuple[float, dict]:
+    def clocked(self, count: int, listen: bool = False, idle: bool = False) -> tuple[float, dict]:
         """(ms by this process's clock, the answer) of a run on the first inputs."""
-        with self.judge.stillness() if alone else contextlib.nullcontext():
-            start = time.perf_counter()
-            reply = self.ask("run", count=count, listen=listen, idle=idle)
-            return (time.perf_counter() - start) * 1e3, reply
+        start = time.perf_counter()
+        reply = self.ask("run", count=count, listen=listen, idle=idle)
+        return (time.perf_counter() - start) * 1e3, reply
 
     def usual_idle(self, count: int) -> float:
         """ms of a run that did nothing, before any code of the candidate was here."""
@@ -2577,7 +2575,8 @@ class Subject(Child):
         """
         self.ask("prepare", name=self.name, weights=weights)
         self.draw(seeds)
-        elapsed, reply = self.clocked(len(seeds), listen, alone=alone)
+        with self.judge.stillness() if alone else contextlib.nullcontext():
+            elapsed, reply = self.clocked(len(seeds), listen)
         events, ops, self.claims = (reply.get(name) for name in ("ms", "ops", "claims"))
         calls = len(seeds) if self.device == "cuda" and not listen else 0
         if not all(isinstance(x, list) for x in (events, ops, self.claims)) or [
