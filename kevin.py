@@ -1825,6 +1825,7 @@ def has_line_directive(text: str) -> bool:
 LITERAL = re.compile(r"""'(?:\\.|[^'\\])*(?:'|(\\?$))|"(?:\\.|[^"\\])*(?:"|(\\?$))""")
 TO_ASSEMBLER = re.compile(r"\b_*(asm|section|symver|ifunc|weakref)_*\b"
                           r"|\b(_?Py(Object|Type|Number)\w*|ob_type|tp_as_\w+)\b")
+OWN_NAME = re.compile(r"^[^/]|/proc/|(^|\.\.)/dev/")  # names another file in another process
 real_path = functools.lru_cache(10_000)(os.path.realpath)  # each build names 500 of torch's files
 
 
@@ -1843,7 +1844,7 @@ def host_assembly(text: str, trusted: list[str]) -> str:
     # patterns that begin with plain letters are found four times as fast as those with ^
     host = re.sub(r"\n#if 0(?=\n).*?\n#endif(?=\n|\Z)", "", f"\n{text}", flags=re.DOTALL)
     _, *parts = re.split(r'\n# (\d+) "(.*)".*(?=\n)', host)
-    known = {name for name in {*parts[1::3]} if name.startswith("/") and any(
+    known = {name for name in {*parts[1::3]} if not OWN_NAME.search(name) and any(
         real_path(name).startswith(f"{folder}/") for folder in trusted)}
     for number, name, part in zip(parts[::3], parts[1::3], parts[2::3]):
         for line in part.split("\n") if name not in known else ():
@@ -1988,8 +1989,8 @@ class Toolchain:
 
     def write(self, folder: Path, name: str, call: dict) -> list[list[list[str]]]:
         """main.cpp and cuda.cu of one extension; the stages of commands that build built.so."""
-        text, ops = "\n".join(call["cpp"] + call["cuda"]), Path(torch.__file__).parent
-        ops = ops / "include/ATen/ops"
+        text = "\n".join(call["cpp"] + call["cuda"] + call["flags"])
+        ops = Path(torch.__file__).parent / "include/ATen/ops"
         named = sorted(set(re.findall(r"\b(?:torch|at)::(\w+)", text)) - set(OPERATORS))
         extra = [f"#include <ATen/ops/{n}.h>" for n in named if os.path.exists(ops / f"{n}.h")]
         extra += [f"#include <{header}>" for word, header in (
@@ -2082,6 +2083,7 @@ class Child:
         for end in (self.sock, other):  # without this a message of 200 KB is too long
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_LIMIT)
         with judge.lock, other:
+            self.zygote = judge.zygote  # a restart replaces it
             judge.children += 1
             spec = {"uid": 61000 + judge.children % 1000, "device": judge.device,
                     "readable": judge.chain.readable, "writable": [str(folder)] if folder else [],
@@ -2090,6 +2092,8 @@ class Child:
                 send_message(judge.zygote_sock, spec, [other.fileno()])
                 reply, (self.pidfd,) = receive_message(judge.zygote_sock, max_fds=1)
             except (OSError, EOFError, ValueError) as e:
+                self.zygote.kill()  # a late answer would be taken for the next child's
+                self.zygote.wait()
                 raise JudgeFault(f"the zygote is gone ({e})") from None
         self.pid = reply["pid"]
         self.sock.settimeout(30)
@@ -2128,13 +2132,15 @@ class Child:
             error = f"no result within {self.sock.gettimeout():.0f} s"
         except (OSError, EOFError):
             error = "the process died (crash or illegal memory access)"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.zygote.wait(0.05)  # all children die with it
         except (ValueError, RecursionError):
             error = "the process sent an unreadable message"
         return self.fail(error) if error else reply
 
     def fail(self, error: str):
-        """Raises whose fault it is: Rejected, or JudgeFault while only our own code has run."""
-        if self.trusted:
+        """Raises JudgeFault while only our own code has run, or if the zygote died; or Rejected."""
+        if self.trusted or self.zygote.poll() is not None:
             raise JudgeFault(f"a child of the judge failed: {error}")
         if error.startswith("Violation: "):
             raise Rejected("hack", "torch operator", error.removeprefix("Violation: "))
@@ -2381,6 +2387,8 @@ class Judge:
                 [self.baselines[task.id]] = measure([eager], [])
         try:
             for _ in range(CLOCK_ATTEMPTS):  # noise is over the next time, hidden work is not
+                if times:
+                    self.reaper.submit(int).result()  # the end of a context slows others down
                 with Subject(self, task, build) as candidate:
                     if not seeds:
                         error, constant = check_outputs(candidate, seeds)
@@ -2554,8 +2562,8 @@ class Subject(Child):
         one, every = self.idle_ms
         return one + (every - one) * (count - 1) / max(1, self.calls - 1)
 
-    def less_idle(self, weights: int, count: int) -> float:
-        """ms a call by which such a run takes less now, on a GPU.
+    def less_idle(self, weights: int, count: int, alone: bool) -> float:
+        """ms a call by which such a run takes less now, on a GPU; alone: see run().
 
         Other workers' contexts come into being meanwhile, which may have slowed the first ones. Who
         made this one slow has gained nothing: the lesser counts.
@@ -2563,7 +2571,8 @@ class Subject(Child):
         if self.device == "cpu":
             return 0.0
         self.ask("prepare", name=self.name, weights=weights)
-        return (self.usual_idle(count) - self._idle(count)[0]) / count
+        with self.judge.stillness() if alone else contextlib.nullcontext():
+            return (self.usual_idle(count) - self._idle(count)[0]) / count
 
     def run(self, weights: int, *seeds: int, listen: bool = False,
             alone: bool = False) -> tuple[float, list[float]]:
@@ -2640,7 +2649,7 @@ MIN_BOUND, EAGER_FACTOR, WORST_FACTOR = 5e-5, 3.0, 100.0
 BURST_MS, ROUNDS = {"cpu": 10.0, "cuda": 30.0}, 5  # longer bursts meet the power cap
 LISTENED = 3  # rounds; who counts bursts and cheats in three of five is heard in 7 of 10 verdicts
 MAX_CALLS, GPU_SHARE = {"cpu": 64, "cuda": 16}, 0.5
-ALONE_MS = 1.0  # longer calls are interrupted on a GPU while a worker starts: 12 ms became 14
+ALONE_MS = 1.0
 IDLE_RUNS = {"cpu": 5, "cuda": 3}  # before a candidate is loaded; on a GPU more follow (less_idle)
 PROBES = 256  # elements of a tensor by which a call is held between its events
 SMALL = {"cpu": 1 << 13, "cuda": 1 << 16}  # to this size all: few were mended in a known answer
@@ -2688,6 +2697,15 @@ def compare(output: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor) -> t
                    f"{list(index)}: {found:.6g} instead of {right:.6g}")
 
 
+def counts_alone(subject: Subject, ms: float) -> bool:
+    """Whether no worker may start while calls of so many ms are timed.
+
+    A start takes shares of the GPU's time, which longer calls feel (12 ms became 14), and eager's
+    time counts for a whole step.
+    """
+    return ms < math.inf and (subject.trusted or ms > ALONE_MS)
+
+
 def burst(subject: Subject, weights: int, ms: float,
           listen: bool = False) -> tuple[float, float, list[int]]:
     """(ms of a call, the same by this process's clock, seeds of the inputs).
@@ -2698,7 +2716,7 @@ def burst(subject: Subject, weights: int, ms: float,
     """
     wanted = math.ceil(BURST_MS[subject.device] / max(ms, 1e-3))
     seeds = [fresh_seed() for _ in range(min(subject.calls, wanted) or 1)]
-    alone = not listen and ALONE_MS < ms < math.inf
+    alone = not listen and counts_alone(subject, ms)
     clock, events = subject.run(weights, *seeds, listen=listen, alone=alone)
     return statistics.mean(events) if events else clock, clock, seeds
 
@@ -2727,7 +2745,8 @@ def measure(subjects: list[Subject], seeds: list[int]) -> list[tuple[float, floa
                 seeds += [weights, inputs[slot]]
                 subject.error(*seeds[-2:], slot)
             if turn % 2 == 0:
-                less[which].append(subject.less_idle(weights, len(inputs)))
+                alone = counts_alone(subject, first[which])
+                less[which].append(subject.less_idle(weights, len(inputs), alone))
             if heard and not early:
                 burst(subject, weights, first[which], listen=True)
     found = []

@@ -955,6 +955,45 @@ def test_a_judge_that_failed_says_so_and_recovers(judge, monkeypatch):
     assert kevin.kernel_score(verdict) is None
 
 
+def test_whose_zygote_dies_is_not_to_blame(judge):
+    def load():  # the candidate computes when the zygote is killed, in the first try
+        with kevin.Child(judge) as child:
+            child.trusted = False
+            children.append(child.pid)
+            code = "x = 1"
+            if len(children) == 1:
+                threading.Timer(0.3, judge.zygote.kill).start()
+                code = "while True: x = 1"
+            return child.ask("load", code=code, names=None)["calls"]
+
+    children = []
+    assert judge._retried(load) == [] and len(children) == 2
+
+
+def test_no_child_is_taken_for_another_after_a_late_answer_of_the_zygote(judge):
+    def stopped():
+        with kevin.Child(judge) as child:
+            child.send_signal(signal.SIGSTOP)
+            child.sock.settimeout(0.3)
+            order = {"op": "load", "secret": "", "code": "x = 1", "names": None}
+            kevin.send_message(child.sock, order)
+            with pytest.raises(TimeoutError):
+                kevin.receive_message(child.sock)
+        return "it stood still"
+
+    assert judge._retried(stopped) == "it stood still"
+    pidfd = os.pidfd_open(judge.zygote.pid)
+    judge.zygote_sock.settimeout(0.3)
+    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+    with pytest.raises(kevin.JudgeFault, match="timed out"):
+        kevin.Child(judge)
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+    os.close(pidfd)
+    time.sleep(0.3)
+    assert judge._retried(stopped) == "it stood still"
+
+
 def test_workers_that_start_ahead_end_with_their_zygote_and_with_the_judge(cache, monkeypatch):
     def served():  # one worker's answer; where two more wait
         with judge.next_worker() as worker:
@@ -1053,12 +1092,16 @@ def test_one_that_does_not_stand_still_keeps_no_other_from_starting(judge, monke
     assert not judge.quiet.locked()
 
 
-@pytest.mark.parametrize("ms, listen, stops", [
-    (math.inf, False, 0), (0.2, False, 0), (3.0, True, 0), (3.0, False, 1)])
-def test_only_timed_calls_longer_than_a_share_of_the_gpu_stop_what_starts(judge, ms, listen, stops):
+@pytest.mark.parametrize("ms, listen, trusted, stops", [
+    (math.inf, False, False, 0), (0.2, False, False, 0), (3.0, True, False, 0),
+    (3.0, False, False, 1), (math.inf, False, True, 0), (3.0, True, True, 0),
+    (0.2, False, True, 1)])
+def test_only_timed_calls_longer_than_a_share_of_the_gpu_stop_what_starts(
+        judge, ms, listen, trusted, stops):
     judge.starting.add(other := Starting())
     try:
         with kevin.Subject(judge, NORM) as subject, contextlib.suppress(kevin.Rejected):
+            subject.trusted = trusted  # eager's calls, of any length
             kevin.burst(subject, 0, ms, listen)  # who is listened to runs torch's operators
     finally:
         judge.starting.remove(other)
@@ -1096,6 +1139,19 @@ int also_fine();
     for other in ("./cuda_source", "cpp_source", "/usr/../proc/self/cwd/cuda_source", "/usrx"):
         late = f'{text}# 3 "{other}"\nasm("x");\n'
         assert kevin.host_assembly(late, trusted) == f"{Path(other).name}:3: "
+
+
+@pytest.mark.parametrize("name", [
+    "/proc/self/cwd/own", "/usr/../proc/self/cwd/own", "/dev/fd/{}/own", "/usr/../dev/fd/{}/own"])
+def test_a_name_that_means_another_file_in_every_process_is_a_candidates_own(monkeypatch, name):
+    monkeypatch.chdir("/usr")  # where the parent would find a trusted file, the compiler its own
+    here = os.open("/usr", os.O_RDONLY)
+    try:
+        name = name.format(here)
+        assert os.path.realpath(name) == "/usr/own"
+        assert kevin.host_assembly(f'# 3 "{name}"\nasm("x");\n', ["/usr"]) == "own:3: "
+    finally:
+        os.close(here)
 
 
 @pytest.mark.parametrize("text", [
@@ -5357,7 +5413,7 @@ class Metered:
     def error(self, *_):
         pass
 
-    def less_idle(self, weights, count):
+    def less_idle(self, weights, count, alone):
         return self.less.pop(0)
 
 
