@@ -682,9 +682,30 @@ SETTING = re.compile(  # none is executed; one that would touch a measurement is
     r"|os\.makedirs\(.*\)|torch(\.cuda)?\.manual_seed(_all)?\(\d+\)")
 
 
+def without_annotations(tree: ast.Module) -> ast.Module:
+    """The program without annotations, which compute nothing and may name any type.
+
+    >>> ast.unparse(without_annotations(ast.parse("def f(x: int = 1) -> a.b: y: int; z: c = x")))
+    'def f(x=1):\\n    None\\n    z = x'
+    """
+    def plain(node):
+        if not isinstance(node, ast.AnnAssign):
+            return node
+        bare = ast.Assign([node.target], node.value) if node.value else ast.Expr(ast.Constant(None))
+        return ast.fix_missing_locations(ast.copy_location(bare, node))
+
+    for node in ast.walk(tree):
+        for part, value in ast.iter_fields(node):
+            if part in ("annotation", "returns"):
+                setattr(node, part, None)
+            elif isinstance(value, list):
+                setattr(node, part, list(map(plain, value)))
+    return tree
+
+
 def relevant(tree: ast.Module) -> ast.Module:
     """The program without what it only carries along: the task's model, functions that no one
-    calls, settings of the compiler, imports for them.
+    calls, settings of the compiler, annotations, imports for them.
 
     >>> text = "import os, math\\nx = math.e\\nif __name__ == '__main__':\\n    os.abort()"
     >>> ast.unparse(relevant(ast.parse(text)))
@@ -707,7 +728,7 @@ def relevant(tree: ast.Module) -> ast.Module:
                       if (alias.asname or alias.name).split(".")[0] in used | {"*"}]
         return node.names
 
-    tree.body = [node for node in tree.body if not carried(node)]
+    tree.body = [node for node in without_annotations(tree).body if not carried(node)]
     names = {statement: {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
              for statement in tree.body}
     for _ in range(20):  # first what calls the test goes, then the test, its inputs, their imports

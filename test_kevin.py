@@ -600,6 +600,10 @@ HONEST = [
     program("return self.part(x)", HELPER, init="self.part = Helper(3)"),
     program("return self.part.forward(x * self.part.scale)", HELPER,
             init="self.part: Helper = Helper(3)\nself.scale = 2"),
+    program("n: int\ny: np.ndarray = self.k.f(x, y)\nreturn y",
+            "from types import ModuleType\nimport numpy as np\n\n\n"
+            "def same(m: ModuleType, *a: object, **k: type) -> ModuleType | None: return m",
+            init="self.k: ModuleType = ext\nself.n: object = same(3)"),
     program("return x if isinstance(self.part, Helper) else self.part(x)", HELPER,
             init="self.part = nn.Sequential(Helper(3), Helper(3))"),
     program("return self.parts[0](x)", HELPER,
