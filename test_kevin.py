@@ -1077,6 +1077,19 @@ def test_a_worker_whose_start_fails_is_not_waited_for(judge, monkeypatch):
         assert not judge.starting and not processes(judge.zygote.pid)
 
 
+def test_a_start_that_hangs_is_not_waited_for_at_the_end(cache, monkeypatch):
+    ask = kevin.Child.ask
+    monkeypatch.setattr(kevin.Child, "ask", lambda child, op, timeout_s: ask(
+        child, "load", timeout_s=timeout_s, code="while True: x = 1", names=[]))
+    with kevin.Judge("cpu", cache, unsafe=True) as judge:
+        judge.spares.append(judge.starter.submit(judge._start_worker))
+        while not judge.starting:
+            time.sleep(0.01)
+        spare, start = judge.spares[0], time.time()
+    assert time.time() - start < 20 and isinstance(spare.exception(), kevin.JudgeFault)
+    assert not judge.starting and not processes(judge.zygote.pid)
+
+
 class Starting:
     def __init__(self, stops=True):
         self.got, self.stops = [], stops
