@@ -4,7 +4,7 @@ Re-implements "Kevin: Multi-Turn RL for Generating CUDA Kernels" (arXiv 2507.119
 model is shown a PyTorch program and writes a faster kernel for it. A judge compiles, checks and
 times the kernel; the model sees the feedback and tries again. Every turn is one training sample of
 GRPO, and its reward is the discounted sum of the scores from that turn on. Read from top to bottom:
-sections 1 to 7 need only torch and end at the reward, sections 8 to 13 are the trainer.
+sections 1 to 7 need only torch and end at the reward, sections 8 to 12 are the trainer.
 
     python kevin.py train --tiny                      the whole loop on a CPU, in minutes
     python kevin.py train                             QwQ-32B (several GPUs: accelerate launch)
@@ -5209,6 +5209,9 @@ def score(task: str, candidate: list[str], tasks: str, as_json: bool, device: st
                    "score": kernel_score(verdict), "feedback": feedback(verdict)}
             text = f"{file}: {verdict.outcome}, score {row['score']}\n{row['feedback']}\n"
             print(json.dumps(row) if as_json else text, flush=True)
+    off = [f"{layer} ({state})" for layer, state in judge.layers.items() if state != "on"]
+    if off:
+        print(f"kevin: layers of the sandbox that are off: {', '.join(off)}", file=sys.stderr)
     return 3 if "judge_error" in outcomes else int(outcomes != {"correct"})
 
 
