@@ -1435,6 +1435,7 @@ def test_a_hostile_message_is_an_error_of_its_sender(kind):
     for expected in (error, kevin.Rejected):
         ours, peer = socket.socketpair()
         child = kevin.Child.__new__(kevin.Child)  # without a process
+        child.zygote = types.SimpleNamespace(poll=lambda: None, wait=lambda timeout: None)
         child.sock, child.trusted, child.deadline = ours, False, float("inf")
         thread = threading.Thread(target=serve, args=(peer,))
         thread.start()
@@ -2215,6 +2216,7 @@ def test_a_worker_runs_only_while_it_is_waited_for_and_gets_new_inputs_when_stop
 def test_a_process_that_cannot_be_stopped_is_its_authors_fault(monkeypatch, trusted, fault):
     with subprocess.Popen([sys.executable, "-c", "while True: ..."]) as busy:
         child = object.__new__(kevin.Subject)
+        child.zygote = types.SimpleNamespace(poll=lambda: None)
         child.pid, child.pidfd, child.trusted = busy.pid, 0, trusted
         monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
         monkeypatch.setattr(kevin, "time", types.SimpleNamespace(
