@@ -2242,6 +2242,9 @@ class Judge:
         return self
 
     def __exit__(self, *_):
+        with self.quiet:
+            for child in self.starting:  # which may hang
+                child.send_signal(signal.SIGKILL)
         self._end_spares()
         for pool in (self.pool, self.starter, self.reaper):
             pool.shutdown(wait=True, cancel_futures=True)
@@ -2272,9 +2275,6 @@ class Judge:
         return self.spares.popleft().result()
 
     def _end_spares(self) -> None:
-        with self.quiet:
-            for child in self.starting:  # which may hang
-                child.send_signal(signal.SIGKILL)
         while self.spares:
             spare = self.spares.popleft()
             if not spare.cancel() and not spare.exception():

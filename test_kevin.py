@@ -1109,6 +1109,13 @@ def test_one_that_does_not_stand_still_keeps_no_other_from_starting(judge, monke
     assert not judge.quiet.locked()
 
 
+def test_a_new_zygote_ends_no_start_that_someone_waits_for(judge, monkeypatch):
+    monkeypatch.setattr(judge, "starting", {other := Starting()})
+    judge.zygote.kill()
+    judge.zygote.wait()
+    assert judged(judge, candidate()).outcome == "correct" and signal.SIGKILL not in other.got
+
+
 @pytest.mark.parametrize("ms, listen, trusted, stops", [
     (math.inf, False, False, 0), (0.2, False, False, 0), (3.0, True, False, 0),
     (3.0, False, False, 1), (math.inf, False, True, 0), (3.0, True, True, 0),
@@ -1204,6 +1211,9 @@ def test_nvcc_sees_a_header_that_takes_time_only_if_a_name_of_it_is_there(
     found = set(re.findall("#include <(.*)>", (tmp_path / "cuda.cu").read_text()))
     assert found & {"map", "set", "iomanip"} == headers
     assert ("ATen/Dispatch.h" in found) == ("DISPATCH" in text)
+    call |= {"cuda": ["TABLE a;"], "flags": ["-DTABLE=std::map<int,int>"]}
+    judge.chain.write(tmp_path, "k", call)
+    assert "#include <map>" in (tmp_path / "cuda.cu").read_text(), "a macro's text counts"
 
 
 def test_a_long_chain_of_attributes_is_no_work_for_the_filter():
